@@ -1,0 +1,70 @@
+"""Sampling from a decoder: the prompt at once, then a token at a time with a cache of keys and values."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.model.transformer import Transformer
+
+
+def generate(
+    model: Transformer,
+    prompts: jax.Array,
+    key: jax.Array,
+    *,
+    longest: int,
+    temperature: jax.Array | float,
+    top_p: jax.Array | float,
+    end_id: jax.Array | int,
+) -> jax.Array:
+    """Continuations of prompts of one length.
+
+    Args:
+        model: a causal Transformer.
+        prompts: `[batch, prompt] int32`.
+        key: PRNG key; the same key gives the same text.
+        longest: tokens of prompt and continuation together.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_p: see `sample`.
+        end_id: a row ends at this token; what follows it is `end_id` too.
+
+    Returns:
+        `[batch, longest] int32`, prompts included.
+    """
+    batch, length = prompts.shape
+    tokens = jnp.full((batch, longest), end_id, jnp.int32).at[:, :length].set(prompts)
+    hidden, cache = model.extend(prompts, model.empty_cache(batch, longest), 0)
+
+    def unfinished(carry):
+        position, _, _, _, ended = carry
+        return (position < longest) & ~jnp.all(ended)
+
+    def extend(carry):
+        position, tokens, hidden, cache, ended = carry
+        logits = model.logits(hidden)[:, -1]
+        chosen = sample(logits, jax.random.fold_in(key, position), temperature, top_p)
+        chosen = jnp.where(ended, end_id, chosen)
+        tokens = jax.lax.dynamic_update_slice(tokens, chosen[:, None], (0, position))
+        hidden, cache = model.extend(chosen[:, None], cache, position)
+        return position + 1, tokens, hidden, cache, ended | (chosen == end_id)
+
+    carry = (jnp.asarray(length), tokens, hidden[:, -1:], cache, jnp.zeros(batch, bool))
+    return jax.lax.while_loop(unfinished, extend, carry)[1]
+
+
+def sample(
+    logits: jax.Array, key: jax.Array, temperature: jax.Array | float, top_p: jax.Array | float
+) -> jax.Array:
+    """A token a row from `[batch, vocabulary]` logits.
+
+    Nucleus sampling (arXiv 1904.09751): of the likeliest tokens, the smallest set whose probabilities at `temperature`
+    add up to at least `top_p`. Temperature 0 takes the likeliest token.
+    """
+    scaled = logits / jnp.maximum(temperature, 1e-6)
+    ordered = jnp.sort(scaled, axis=-1, descending=True)
+    probabilities = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    least = jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+    drawn = jax.random.categorical(key, jnp.where(scaled >= least, scaled, -jnp.inf), axis=-1)
+    return jnp.where(temperature == 0, jnp.argmax(logits, axis=-1), drawn).astype(jnp.int32)

@@ -1,0 +1,282 @@
+"""From a config and devices to everything that a run computes with. The one place that knows all parts.
+
+`train` runs what is built here and `plan` compiles it, so a plan is never about a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxscale.cluster.mesh import make_mesh
+from jaxscale.config.check import schedule_fits
+from jaxscale.config.devices import data_shards, fit, microsteps
+from jaxscale.config.errors import Refused
+from jaxscale.config.length import Length, parse_length, to_steps, train_length
+from jaxscale.config.schema import Config
+from jaxscale.model.attention import choose_implementation
+from jaxscale.model.layers import Parameter, ParameterAxes, parameter_axes
+from jaxscale.model.objective import Field, Objective, make_objective
+from jaxscale.model.transformer import Transformer
+from jaxscale.parallel.sharding import computation_sharding, parameter_spec, replicated
+from jaxscale.precision import Precision, resolve_precision
+from jaxscale.train.optimizer import Schedule, make_optimizer, make_schedule
+from jaxscale.train.state import TrainState, initial_state
+from jaxscale.train.step import make_evaluation_step, make_train_step
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths of a run in updates, once tokens and epochs are resolved."""
+
+    steps: int
+    warmup: int
+    decay: int
+
+
+def resolve_lengths(config: Config, rows: int | None) -> Lengths:
+    """The lengths of a config on a dataset with so many rows (None: not known; only epochs need it).
+
+    Raises:
+        Refused: warm-up and decay do not fit into the run.
+    """
+    for mistake in schedule_fits(config, rows):
+        raise mistake
+
+    def steps(length: Length) -> int:
+        resolved = to_steps(length, config.batch.global_size, config.data.sequence_length, rows)
+        if resolved is None:
+            raise Refused(f"{config.data.train}: a length in epochs needs the dataset, which is not there")
+        return resolved
+
+    schedule = config.schedule
+    return Lengths(
+        steps(train_length(config)), steps(parse_length(schedule.warmup)), steps(parse_length(schedule.decay or 0))
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run computes with: shapes, shardings and functions, but not one array yet."""
+
+    config: Config
+    lengths: Lengths
+    mesh: Mesh
+    precision: Precision
+    objective: Objective
+    optimizer: optax.GradientTransformationExtraArgs
+    schedule: Schedule
+    structure: nnx.GraphDef
+    """The model without its arrays: `nnx.merge(structure, params, model_state)` is the model."""
+    axes: dict[str, Any]
+    """ParameterAxes of each parameter."""
+    state: TrainState
+    """Shape, dtype and sharding of every leaf of the state."""
+    batch: dict[str, jax.ShapeDtypeStruct]
+    """Shape, dtype and sharding of every array of a training batch, `[microsteps, rows, ...]`."""
+    evaluation_batch: dict[str, jax.ShapeDtypeStruct]
+    """The same for evaluation, with one microstep."""
+
+    @cached_property
+    def initialize(self) -> Callable[[], TrainState]:
+        """Jitted: the state before the first update, made in place on every mesh with the same bits."""
+
+        def initialize() -> TrainState:
+            params, model_state = make_parameters(self.config, self.precision)
+            return initial_state(params, model_state, self.optimizer.init(params))
+
+        return jax.jit(initialize, out_shardings=shardings(self.state))
+
+    @cached_property
+    def train_step(self) -> Any:
+        """Jitted `train_step(state, batch) -> (state, metrics)`: the state is donated and keeps its shardings."""
+        step = make_train_step(
+            self.structure,
+            self.objective,
+            self.optimizer,
+            self.schedule,
+            self.config.seed,
+            dropout=self.config.model.dropout > 0,
+        )
+        return jax.jit(step, donate_argnums=0, out_shardings=(shardings(self.state), replicated(self.mesh)))
+
+    @cached_property
+    def evaluation_step(self) -> Any:
+        """Jitted `evaluation_step(params, model_state, batch, cursor) -> terms`."""
+        step = make_evaluation_step(self.structure, self.objective, self.config.seed)
+        return jax.jit(step, out_shardings=replicated(self.mesh))
+
+    def lower_train_step(self) -> Any:
+        """The training step lowered for the mesh, ready to `compile()`."""
+        with jax.set_mesh(self.mesh):
+            return self.train_step.lower(self.state, self.batch)
+
+    def lower_evaluation_step(self) -> Any:
+        """The evaluation step lowered for the mesh, ready to `compile()`."""
+        cursor = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated(self.mesh))
+        with jax.set_mesh(self.mesh):
+            return self.evaluation_step.lower(self.state.params, self.state.model_state, self.evaluation_batch, cursor)
+
+    def lower_initialize(self) -> Any:
+        """The initialisation lowered for the mesh, ready to `compile()`."""
+        with jax.set_mesh(self.mesh):
+            return self.initialize.lower()
+
+
+def build(config: Config, devices: Sequence[jax.Device], lengths: Lengths, mask_id: int | None) -> Run:
+    """Everything that a run computes with, on these devices; nothing is computed or compiled.
+
+    Args:
+        config: checked by `config/check.py` (the first stage of refusal).
+        devices: all devices of the run, of all processes, real, simulated or absent.
+        lengths: updates of the run and of the parts of its schedule.
+        mask_id: mask token of the dataset's tokenizer, None if it has none.
+
+    Raises:
+        Refused: the config does not fit the devices (the second stage).
+    """
+    sizes = fit(config, len(devices))
+    mesh = make_mesh(config.mesh, devices)
+    platform = devices[0].platform
+    precision = resolve_precision(config.precision, platform)
+    choose_implementation(
+        config.model.attention,
+        platform,
+        documents=not config.data.attend_across_documents,
+        dtype=precision.compute,
+    )
+    if config.objective.kind == "masked" and config.objective.mask_id is None and mask_id is None:
+        raise Refused("objective.mask_id is not set and the dataset's tokenizer has no mask token; set objective.mask_id")
+
+    objective = make_objective(config, mask_id)
+    abstract = nnx.eval_shape(lambda: make_model(config, precision))
+    structure, parameters, _ = nnx.split(abstract, Parameter, ...)
+    axes = parameter_axes(parameters)
+    schedule = make_schedule(
+        config.schedule, config.optimizer.learning_rate, lengths.steps, warmup=lengths.warmup, decay=lengths.decay
+    )
+    optimizer = make_optimizer(config.optimizer, schedule, axes)
+    return Run(
+        config=config,
+        lengths=lengths,
+        mesh=mesh,
+        precision=precision,
+        objective=objective,
+        optimizer=optimizer,
+        schedule=schedule,
+        structure=structure,
+        axes=axes,
+        state=abstract_state(config, precision, optimizer, axes, mesh, sizes),
+        batch=_on_mesh(objective.batch(*batch_shape(config, sizes)), mesh),
+        evaluation_batch=_on_mesh(
+            objective.batch(1, config.evaluate.batch_size or config.batch.global_size, config.data.sequence_length), mesh
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Compiled functions of a run; each has one shape, so none is ever compiled again."""
+
+    train: Any
+    """(state, batch) -> (state, metrics); consumes the state."""
+    evaluate: Any
+    """(params, model_state, batch, cursor) -> terms; None where nothing is evaluated."""
+    initialize: Any
+    """() -> state; None where a checkpoint is restored."""
+
+
+def compile_steps(run: Run, *, evaluates: bool, initializes: bool) -> Steps:
+    """Compiles what a run needs before its first update, side by side."""
+    with ThreadPoolExecutor() as pool:
+        train = pool.submit(run.lower_train_step().compile)
+        initialize = pool.submit(run.lower_initialize().compile) if initializes else None
+        evaluate = pool.submit(run.lower_evaluation_step().compile) if evaluates else None
+        return Steps(
+            train.result(), evaluate.result() if evaluate else None, initialize.result() if initialize else None
+        )
+
+
+def make_model(config: Config, precision: Precision) -> Transformer:
+    """The model with its initial weights, which depend on the seed alone."""
+    return Transformer(nnx.Rngs(params=config.seed), config.model, precision)
+
+
+def make_parameters(config: Config, precision: Precision) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Initial parameters and model state as nested dicts of arrays."""
+    _, parameters, model_state = nnx.split(make_model(config, precision), Parameter, ...)
+    return nnx.to_pure_dict(parameters), nnx.to_pure_dict(model_state)
+
+
+def batch_shape(config: Config, sizes: dict[str, int]) -> tuple[int, int, int]:
+    """(microsteps, rows of a microstep over all data shards, sequence length)."""
+    count = microsteps(config.batch, data_shards(sizes))
+    return count, config.batch.global_size // count, config.data.sequence_length
+
+
+def abstract_state(
+    config: Config,
+    precision: Precision,
+    optimizer: optax.GradientTransformation,
+    axes: dict[str, Any],
+    mesh: Mesh,
+    sizes: dict[str, int],
+) -> TrainState:
+    """Shape, dtype and sharding of every leaf: moments lie where their parameters lie, the rest on every device."""
+
+    def make() -> TrainState:
+        params, model_state = make_parameters(config, precision)
+        return initial_state(params, model_state, optimizer.init(params))
+
+    shapes = jax.eval_shape(make)
+
+    def place(path: Any, axes: ParameterAxes, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        name = ".".join(str(key.key) for key in path)
+        spec = parameter_spec(name, axes.names, leaf.shape, sizes)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    params = jax.tree.map_with_path(place, axes, shapes.params, is_leaf=lambda x: isinstance(x, ParameterAxes))
+    everywhere = replicated(mesh)
+
+    def copied(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
+
+    optimizer_state = optax.tree.map_params(
+        optimizer,
+        lambda leaf, param: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding),
+        shapes.optimizer_state,
+        params,
+        transform_non_params=copied,
+    )
+    rest = jax.tree.map(copied, shapes)
+    return TrainState(
+        step=rest.step,
+        cursor=rest.cursor,
+        valid_tokens=rest.valid_tokens,
+        skipped=rest.skipped,
+        params=params,
+        model_state=rest.model_state,
+        optimizer_state=optimizer_state,
+        extras=rest.extras,
+    )
+
+
+def shardings(abstract: Any) -> Any:
+    """The sharding of each leaf."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def _on_mesh(fields: dict[str, Field], mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    return {
+        name: jax.ShapeDtypeStruct(field.shape, field.dtype, sharding=computation_sharding(field.axes, mesh))
+        for name, field in fields.items()
+    }

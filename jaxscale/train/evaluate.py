@@ -1,0 +1,74 @@
+"""Evaluation of a token dataset: sums over its tokens, whatever the evaluation batch and the number of processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxscale.data.feed import Feed
+from jaxscale.data.order import Order, Phase
+from jaxscale.data.store import TokenDataset
+from jaxscale.train.build import Run
+from jaxscale.train.state import TrainState
+
+
+def evaluate_splits(
+    run: Run, evaluation_step: Any, state: TrainState, splits: Mapping[str, TokenDataset]
+) -> dict[str, dict[str, Any]]:
+    """`evaluate` for each of several datasets."""
+    return {
+        name: evaluate(run, evaluation_step, state.params, state.model_state, dataset)
+        for name, dataset in splits.items()
+    }
+
+
+def evaluate(run: Run, evaluation_step: Any, params: Any, model_state: Any, dataset: TokenDataset) -> dict[str, Any]:
+    """Losses of the rows of a dataset in stored order; the last batch is filled up with rows that count nothing.
+
+    Args:
+        run: what `evaluation_step` was built from.
+        evaluation_step: compiled, or jitted.
+        params, model_state: of the model, on the run's mesh.
+        dataset: what to evaluate on; its first `evaluate.rows` rows, or all.
+
+    Returns:
+        For each term of the objective its mean (`loss` in nats a token), and `perplexity`, `bits_per_byte` (None for a
+        masked objective) and `valid_tokens`, the number of tokens predicted.
+    """
+    batch, length = run.evaluation_batch["tokens"].shape[1:]
+    rows = dataset.rows(length)
+    wanted = min(rows, run.config.evaluate.rows or rows)
+    order = Order(dataset.fingerprint, 0, {length: wanted}, False, (Phase(0, batch, length),), epochs=1)
+    steps = math.ceil(wanted / batch)
+    feed = Feed(dataset, order, run.evaluation_batch, run.config.data, first_step=0, last_step=steps)
+
+    totals: dict[str, np.ndarray] = {}
+    pending = None
+    for step in range(steps + 1):
+        following = None
+        if step < steps:
+            cursor = jax.device_put(_words(step * batch), run.state.cursor.sharding)
+            following = evaluation_step(params, model_state, feed.next()[0].arrays, cursor)
+        if pending is not None:
+            for name, term in jax.device_get(pending).items():
+                totals[name] = totals.get(name, 0) + np.array(term, np.float64)
+        pending = following
+
+    means = {name: float(total / max(count, 1)) for name, (total, count) in totals.items()}
+    bits_per_token = means["loss"] / math.log(2)
+    masked = run.config.objective.kind == "masked"
+    return {
+        **means,
+        "perplexity": math.exp(min(means["loss"], 700)),
+        "bits_per_byte": None if masked else bits_per_token * dataset.tokens / dataset.text_bytes,
+        "valid_tokens": int(totals["loss"][1]),
+    }
+
+
+def _words(number: int) -> np.ndarray:
+    """A 64-bit number as `[2] uint32`, high word first."""
+    return np.array([number >> 32, number & 0xFFFFFFFF], np.uint32)

@@ -1,0 +1,241 @@
+"""What happens around the updates: metrics, checkpoints, evaluation, the profiler, and a guard against non-finite runs.
+
+Each is a `Hook` of `loop.py`, and none knows another. What they have to say goes to sinks, as the lines of
+metrics.jsonl: the file is one sink, the progress bar another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxscale.cluster.distributed import exchange
+from jaxscale.config.errors import StoppedByGuard
+from jaxscale.data.feed import FedBatch
+from jaxscale.data.loader import batch_digest
+from jaxscale.runtime.checkpoint import Checkpoints
+from jaxscale.runtime.guard import Watchdog
+from jaxscale.train.loop import Update
+from jaxscale.train.state import to_int
+
+
+class Sink(Protocol):
+    """Takes lines of metrics.jsonl."""
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """One line; validation lines carry `split`."""
+        ...
+
+    def close(self) -> None:
+        """No line will follow; may be called again."""
+        ...
+
+
+def every(steps: int | None, last: int) -> Callable[[int], bool]:
+    """Whether a step is a multiple of `steps`, or the last."""
+    return lambda step: step == last or (steps is not None and step % steps == 0)
+
+
+class BaseHook:
+    """Does nothing; a hook overrides what it needs."""
+
+    name = "hooks"
+
+    def due(self, step: int) -> bool:
+        """Never."""
+        return False
+
+    def read(self, update: Update) -> None:
+        """Nothing."""
+
+    def at(self, step: int, state: Any) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class MetricsHook(BaseHook):
+    """A line for every n-th update."""
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        *,
+        every_steps: int,
+        batch: int,
+        sequence: int,
+        flops_per_token: float,
+        peak_flops: float | None,
+    ) -> None:
+        """`peak_flops`: of all devices together, FLOP/s; None where it is not known."""
+        self._sinks = sinks
+        self._every = every_steps
+        self._batch, self._sequence = batch, sequence
+        self._flops_per_token, self._peak = flops_per_token, peak_flops
+
+    def read(self, update: Update) -> None:
+        """Writes the line, if it is this update's turn."""
+        digest = {} if update.batch.digests is None else {"batch_digest": global_digest(update.batch)}
+        if update.step % self._every:
+            return
+        metrics = dict(update.metrics)
+        valid_tokens, skipped = to_int(metrics.pop("valid_tokens")), int(metrics.pop("skipped"))
+        rate = self._batch * self._sequence / update.step_seconds
+        line = {
+            "step": update.step,
+            "examples": update.step * self._batch,
+            "tokens": update.step * self._batch * self._sequence,
+            "valid_tokens": valid_tokens,
+            **{name: float(value) for name, value in metrics.items()},
+            "skipped": skipped,
+            "step_seconds": update.step_seconds,
+            "data_wait_seconds": update.data_wait_seconds,
+            "tokens_per_second": rate,
+            "mfu": None if self._peak is None else rate * self._flops_per_token / self._peak,
+            "time": time.time(),
+            **digest,
+        }
+        for sink in self._sinks:
+            sink.write(line)
+
+
+class CheckpointHook(BaseHook):
+    """Saves the state every n updates and at the end."""
+
+    name = "checkpoint"
+
+    def __init__(self, checkpoints: Checkpoints, metadata: Mapping[str, Any], due: Callable[[int], bool]) -> None:
+        self._checkpoints = checkpoints
+        self._metadata = metadata
+        self._due = due
+        self._finite = True
+
+    def due(self, step: int) -> bool:
+        """Where a save is asked for."""
+        return self._due(step)
+
+    def read(self, update: Update) -> None:
+        """Raises what a save in the background ran into."""
+        self._finite = is_finite(update)
+        self._checkpoints.check()
+
+    def at(self, step: int, state: Any) -> None:
+        """Starts the save; the checkpoint counts for what is kept only if the update was sound."""
+        self._checkpoints.save(step, state, self._metadata)
+        if self._finite:
+            self._checkpoints.confirm(step)
+
+
+class EvaluationHook(BaseHook):
+    """Evaluates every n updates and at the end."""
+
+    name = "evaluate"
+
+    def __init__(
+        self, evaluate: Callable[[Any], Mapping[str, Mapping[str, Any]]], sinks: Sequence[Sink], due: Callable[[int], bool]
+    ) -> None:
+        """`evaluate(state)` gives the results of each split."""
+        self._evaluate = evaluate
+        self._sinks = sinks
+        self._due = due
+
+    def due(self, step: int) -> bool:
+        """Where an evaluation is asked for."""
+        return self._due(step)
+
+    def at(self, step: int, state: Any) -> None:
+        """A line for each split."""
+        for split, results in self._evaluate(state).items():
+            for sink in self._sinks:
+                sink.write({"step": step, "split": split, **results, "time": time.time()})
+
+
+class ProfileHook(BaseHook):
+    """The JAX profiler around a window of updates, counted from the first one that this process does."""
+
+    def __init__(self, folder: Path, before_first: int, first_step: int, steps: int) -> None:
+        """`before_first`: the update that the process continues from."""
+        self._folder = folder
+        self._start = before_first + first_step - 1
+        self._stop = self._start + steps
+        self._running = False
+        if first_step == 1:
+            self._begin()
+
+    def due(self, step: int) -> bool:
+        """At the update before the window, and at its last."""
+        return step in (self._start, self._stop)
+
+    def at(self, step: int, state: Any) -> None:
+        """Opens or closes the window."""
+        if step == self._start:
+            self._begin()
+        elif self._running:
+            self.close()
+
+    def close(self) -> None:
+        """Closes the window also where the run ends inside it."""
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False
+
+    def _begin(self) -> None:
+        jax.profiler.start_trace(self._folder)
+        self._running = True
+
+
+class FiniteGuard(BaseHook):
+    """Ends a run in which several updates in a row were not finite."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._in_a_row = 0
+
+    def read(self, update: Update) -> None:
+        """Raises StoppedByGuard at the limit; the skipped updates have changed no parameter."""
+        self._in_a_row = 0 if is_finite(update) else self._in_a_row + 1
+        if self._in_a_row >= self._limit:
+            raise StoppedByGuard(
+                f"loss or gradient was not finite in {self._limit} updates in a row, the last of them step {update.step} "
+                f"(loss {float(update.metrics['loss'])}, gradient norm {float(update.metrics['grad_norm'])}); no parameter "
+                "was changed by them. Lower optimizer.learning_rate or raise schedule.warmup, and look at the data with "
+                f"`jaxscale data show CONFIG --step {update.step}`"
+            )
+
+
+class WatchdogHook(BaseHook):
+    """Tells a watchdog of each update that ends."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
+
+    def read(self, update: Update) -> None:
+        """The process is alive."""
+        self._watchdog.alive()
+
+    def close(self) -> None:
+        """No update will follow."""
+        self._watchdog.close()
+
+
+def is_finite(update: Update) -> bool:
+    """Whether the update was applied."""
+    return bool(np.isfinite(update.metrics["loss"]) and np.isfinite(update.metrics["grad_norm"]))
+
+
+def global_digest(batch: FedBatch) -> str:
+    """The batch_digest of the global batch; processes exchange 32 bytes a row (and its number)."""
+    assert batch.digests is not None
+    parts = exchange(batch.rows.astype("<i8").tobytes() + batch.digests.tobytes())
+    digests: dict[int, bytes] = {}
+    for part in parts:
+        count = len(part) // 40
+        rows = np.frombuffer(part[: 8 * count], "<i8")
+        digests |= {int(row): part[8 * count + 32 * i :][:32] for i, row in enumerate(rows)}
+    return batch_digest(np.frombuffer(b"".join(digests[row] for row in sorted(digests)), np.uint8).reshape(-1, 32))

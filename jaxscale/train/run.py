@@ -1,0 +1,250 @@
+"""The verbs that touch a run: train, eval, generate, and what `config show` derives.
+
+`train` reads as the life of a run: refuse what cannot be right, join the other processes, find the data, build,
+compile, restore or initialise, loop, finish.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxscale.cluster import distributed
+from jaxscale.cluster.distributed import Processes
+from jaxscale.config.diff import to_toml
+from jaxscale.config.errors import Fault, Refused, Stop, StoppedEarly
+from jaxscale.config.length import to_steps, train_length
+from jaxscale.config.schema import Config
+from jaxscale.data.feed import Feed
+from jaxscale.data.files import replace_file
+from jaxscale.data.loader import make_order
+from jaxscale.data.store import TokenDataset
+from jaxscale.flops import flops_per_token, parameter_count
+from jaxscale.hardware import peak_flops
+from jaxscale.runtime.checkpoint import Checkpoints
+from jaxscale.runtime.guard import StopSignal, Watchdog
+from jaxscale.runtime.ledger import Ledger
+from jaxscale.runtime.metrics import MetricsFile
+from jaxscale.runtime.progress import ProgressBar
+from jaxscale.train import tell
+from jaxscale.train.build import Run, Steps, build, compile_steps, resolve_lengths
+from jaxscale.train.evaluate import evaluate_splits
+from jaxscale.train.hooks import (
+    CheckpointHook,
+    EvaluationHook,
+    FiniteGuard,
+    MetricsHook,
+    ProfileHook,
+    Sink,
+    WatchdogHook,
+    every,
+)
+from jaxscale.train.inputs import open_datasets
+from jaxscale.train.loop import Hook, run_loop
+from jaxscale.train.resume import check_resume, metadata, newest
+from jaxscale.train.sample import complete
+
+
+def train(config: Config) -> None:
+    """Trains until the last step; a run directory that holds a checkpoint is resumed, a finished one left as it is.
+
+    Raises:
+        Refused, Fault, StoppedByGuard, StoppedEarly: see `config/errors.py`.
+    """
+    saved = newest(config.run_dir)
+    with joined(config) as processes, StopSignal() as stop, ExitStack() as stack:
+        console = Console(quiet=not processes.first, highlight=False)
+        dataset, validation = open_datasets(config, console)
+        lengths = resolve_lengths(config, dataset.rows(config.data.sequence_length))
+        if saved is not None and saved.step >= lengths.steps:
+            tell.finished(config, saved.step, lengths.steps, console)
+            return
+        changes = check_resume(saved, config, dataset.fingerprint) if saved else ()
+        run = build(config, jax.devices(), lengths, dataset.mask_id)
+
+        checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep)
+        checkpoints.prepare()
+        ledger = Ledger(config.run_dir / "ledger.jsonl" if processes.first else None)
+        stack.callback(ledger.close)
+        if processes.first:
+            replace_file(config.run_dir / "config.toml", to_toml(config).encode())
+        first = saved.step if saved else 0
+        tell.introduction(run, dataset, processes, first, changes, console)
+
+        with ledger.phase("compile"):
+            steps = compile_steps(run, evaluates=bool(validation), initializes=saved is None)
+        with ledger.phase("restore" if saved else "initialize"):
+            state = checkpoints.restore(first, run.state) if saved else steps.initialize()
+
+        about = metadata(config, dataset.fingerprint)
+        sinks = make_sinks(run, processes, console, stack, first)
+        hooks = make_hooks(run, steps, validation, sinks, checkpoints, about, first)
+        feed = Feed(
+            dataset,
+            make_order(config, dataset),
+            run.batch,
+            config.data,
+            first_step=first,
+            last_step=lengths.steps,
+            digests=config.metrics.batch_digest,
+        )
+        for hook in hooks:
+            stack.callback(hook.close)
+        with ledger.phase("train"):
+            state, step = run_loop(state, steps.train, feed, first, lengths.steps, hooks, stop.agreed, ledger.phase)
+        with ledger.phase("checkpoint"):
+            checkpoints.save(step, state, about)
+            checkpoints.close()
+        if step < lengths.steps:
+            raise StoppedEarly(
+                f"stopped after step {step:,} of {lengths.steps:,} with a complete checkpoint; the same command goes on"
+            )
+        completion = complete(run, state.params, state.model_state, dataset, config.sample.prompt)
+        for sink in sinks:
+            sink.close()
+        if processes.first:
+            tell.conclusion(config, dataset, validation, completion, console)
+
+
+def evaluate(config: Config) -> dict[str, dict[str, Any]]:
+    """The losses of a run's newest checkpoint on each of its validation splits.
+
+    Raises:
+        Refused: no checkpoint, no split, or what `build` refuses.
+    """
+    if not config.data.validation:
+        raise Refused("data.validation: there is nothing to evaluate on; name a dataset there")
+    with joined(config):
+        run, state, step, (_, validation) = restored(config)
+        with jax.set_mesh(run.mesh):
+            results = evaluate_splits(run, run.evaluation_step, state, validation)
+        return {split: {"step": step, **result} for split, result in results.items()}
+
+
+def generate(config: Config, prompt: str) -> str:
+    """`prompt` and its continuation by a run's newest checkpoint, as `sample.*` says.
+
+    Raises:
+        Refused: no checkpoint, an encoder, an empty prompt, or what `build` refuses.
+    """
+    if not config.model.causal:
+        raise Refused("model.causal = false: an encoder cannot continue a text; `jaxscale eval` measures it")
+    with joined(config):
+        run, state, _, (dataset, _) = restored(config)
+        return complete(run, state.params, state.model_state, dataset, prompt) or ""
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """Numbers that follow from a config alone; lengths in epochs need the dataset and are None where it is not there."""
+    length = config.data.sequence_length
+    tokens = config.batch.global_size * length
+    rows = TokenDataset.open(config.data.train).rows(length) if (config.data.train / "dataset.json").exists() else None
+    steps = to_steps(train_length(config), config.batch.global_size, length, rows)
+    flops = flops_per_token(config.model, length)
+    return {
+        "parameters": parameter_count(config.model),
+        "tokens_an_update": tokens,
+        "updates": steps,
+        "tokens": None if steps is None else steps * tokens,
+        "flops_a_token": flops,
+        "flops_an_update": flops * tokens,
+        "flops": None if steps is None else flops * tokens * steps,
+        "run_directory": str(config.run_dir),
+    }
+
+
+@contextmanager
+def joined(config: Config) -> Iterator[Processes]:
+    """All processes of the run, together from start to end.
+
+    Where one of several fails, it says why and ends at once: an ordinary exit would wait for the others, which are
+    waiting for it.
+    """
+    processes = distributed.start(config.cluster)
+    try:
+        yield processes
+    except StoppedEarly:
+        distributed.shutdown()
+        raise
+    except BaseException as error:
+        if processes.count == 1:
+            raise
+        if isinstance(error, Stop):
+            print(f"jaxscale: process {processes.index}: {error}", file=sys.stderr)
+            distributed.leave(error.exit_code)
+        traceback.print_exc()
+        distributed.leave(Fault.exit_code)
+    distributed.shutdown()
+
+
+def restored(config: Config) -> tuple[Run, Any, int, tuple[TokenDataset, dict[str, TokenDataset]]]:
+    """A run with the state of its newest checkpoint, the step of it, and its datasets."""
+    saved = newest(config.run_dir)
+    if saved is None:
+        raise Refused(f"{config.run_dir}: holds no complete checkpoint; train it first")
+    datasets = open_datasets(config, Console(quiet=True))
+    lengths = resolve_lengths(config, datasets[0].rows(config.data.sequence_length))
+    run = build(config, jax.devices(), lengths, datasets[0].mask_id)
+    checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep)
+    return run, checkpoints.restore(saved.step, run.state), saved.step, datasets
+
+
+def make_sinks(run: Run, processes: Processes, console: Console, stack: ExitStack, first: int) -> list[Sink]:
+    """Where metrics go: the file and the progress bar of process 0."""
+    if not processes.first:
+        return []
+    sinks: list[Sink] = [
+        MetricsFile(run.config.run_dir / "metrics.jsonl", first),
+        ProgressBar(console, first, run.lengths.steps),
+    ]
+    for sink in sinks:
+        stack.callback(sink.close)
+    return sinks
+
+
+def make_hooks(
+    run: Run,
+    steps: Steps,
+    validation: Mapping[str, TokenDataset],
+    sinks: list[Sink],
+    checkpoints: Checkpoints,
+    about: Mapping[str, Any],
+    first: int,
+) -> list[Hook]:
+    """The hooks of a run, in the order in which they act: a checkpoint is saved before anything that may fail."""
+    config, last = run.config, run.lengths.steps
+    device = run.mesh.devices.flat[0]
+    peak = peak_flops(device.device_kind, run.precision.compute.name)
+    hooks: list[Hook] = [
+        FiniteGuard(config.guard.nonfinite_updates),
+        MetricsHook(
+            sinks,
+            every_steps=config.metrics.every_steps,
+            batch=config.batch.global_size,
+            sequence=config.data.sequence_length,
+            flops_per_token=flops_per_token(config.model, config.data.sequence_length),
+            peak_flops=None if peak is None else peak * run.mesh.devices.size,
+        ),
+        CheckpointHook(checkpoints, about, every(config.checkpoint.every_steps, last)),
+    ]
+    if validation:
+        hooks.append(
+            EvaluationHook(
+                lambda state: evaluate_splits(run, steps.evaluate, state, validation),
+                sinks,
+                every(config.evaluate.every_steps, last),
+            )
+        )
+    if config.profile.steps:
+        hooks.append(
+            ProfileHook(config.run_dir / "profile", first, config.profile.first_step, config.profile.steps)
+        )
+    if config.guard.watchdog_seconds is not None:
+        hooks.append(WatchdogHook(Watchdog(config.guard.watchdog_seconds)))
+    return hooks

@@ -68,14 +68,12 @@ def _cross_entropy(hidden, output, targets, weights, static):
 def _forward(hidden, output, targets, weights, static):
     rows = (hidden, targets, weights)
     d_hidden, (sums, d_output) = over_rows(lambda rows, output: _gradients(rows, output, static), rows, output)
-    return sums, (d_hidden, d_output, output)
+    return sums, (d_hidden, jax.tree.map(lambda d, x: d.astype(x.dtype), d_output, output))
 
 
 def _backward(static, saved, gradients):
-    d_hidden, d_output, output = saved
-    scale = gradients[0]
-    d_output = jax.tree.map(lambda d, x: (scale * d).astype(x.dtype), d_output, output)
-    return (scale * d_hidden).astype(d_hidden.dtype), d_output, None, None
+    d_hidden, d_output = jax.tree.map(lambda d: (gradients[0] * d).astype(d.dtype), saved)
+    return d_hidden, d_output, None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)

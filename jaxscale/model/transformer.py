@@ -31,12 +31,20 @@ from jaxscale.model.mlp import ACTIVATIONS, Mlp
 from jaxscale.parallel.sharding import constrain
 from jaxscale.precision import Precision
 
-REMAT: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "none": lambda block: block,
-    "dots": partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
-    "full": jax.checkpoint,
+def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Rematerialisation policy: keep everything but casts and changes of layout, which are how a parameter is gathered.
+
+    Kept for all layers, gathered parameters would be the whole model on each device; the backward pass gathers again.
+    """
+    return primitive.name not in ("convert_element_type", "sharding_constraint")
+
+
+REMAT: dict[str, Callable[..., bool] | None] = {
+    "none": keep_all_but_gathered,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": None,
 }
-"""What the backward pass of a block keeps of its forward pass, by `ModelConfig.remat`."""
+"""What the backward pass of a block finds kept of its forward pass, by `ModelConfig.remat`."""
 
 
 class Transformer(nnx.Module):
@@ -111,7 +119,8 @@ class Transformer(nnx.Module):
         rope = rope_tables(positions, config.width_of_head, config.rope) if config.positions == "rope" else None
         structure, weights = nnx.split(self.layers)
 
-        @REMAT[config.remat]
+        # A loop is a boundary that common subexpressions cannot cross, so they need no barriers against it.
+        @partial(jax.checkpoint, policy=REMAT[config.remat], prevent_cse=False)
         def block(x: jax.Array, layer: tuple[Any, jax.Array, Cache | None]) -> tuple[jax.Array, Cache | None]:
             weights, index, cache = layer
             keys = None if dropout_keys is None else jax.vmap(partial(jax.random.fold_in, data=index + 1))(dropout_keys)

@@ -57,10 +57,12 @@ def train(config: Config) -> None:
     Raises:
         Refused, Fault, StoppedByGuard, StoppedEarly: see `config/errors.py`.
     """
+    ledger = Ledger()
     saved = newest(config.run_dir)
     with joined(config) as processes, StopSignal() as stop, ExitStack() as stack:
         console = Console(quiet=not processes.first, highlight=False)
-        dataset, validation = open_datasets(config, console)
+        with ledger.phase("prepare data"):
+            dataset, validation = open_datasets(config, console)
         lengths = resolve_lengths(config, dataset.rows(config.data.sequence_length))
         if saved is not None and saved.step >= lengths.steps:
             tell.finished(config, saved.step, lengths.steps, console)
@@ -70,9 +72,9 @@ def train(config: Config) -> None:
 
         checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep)
         checkpoints.prepare()
-        ledger = Ledger(config.run_dir / "ledger.jsonl" if processes.first else None)
-        stack.callback(ledger.close)
         if processes.first:
+            ledger.keep(config.run_dir / "ledger.jsonl")
+            stack.callback(ledger.close)
             replace_file(config.run_dir / "config.toml", to_toml(config).encode())
         first = saved.step if saved else 0
         tell.introduction(run, dataset, processes, first, changes, console)

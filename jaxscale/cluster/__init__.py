@@ -1,0 +1,1 @@
+"""The machines: processes, devices, the mesh."""

@@ -1,0 +1,1 @@
+"""Configuration: the schema of every key, files and overrides, cross-checks, comparison."""

@@ -1,0 +1,102 @@
+"""What is in a token dataset, and in a batch of a run, as plain facts and as text for people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxscale.config.errors import Refused
+from jaxscale.data.loader import batch_at, batch_digest, row_digests
+from jaxscale.data.order import Order, cursor_at_step, phase_at
+from jaxscale.data.store import PADDING_ROW, TokenDataset
+
+
+def inspect(folder: Path) -> dict[str, Any]:
+    """Facts of the dataset in `folder`, without reading its tokens; raises Refused where it is not whole."""
+    dataset = TokenDataset.open(folder)
+    return {
+        "folder": str(folder),
+        "documents": dataset.documents,
+        "tokens": dataset.tokens,
+        "text_bytes": dataset.text_bytes,
+        "bytes_per_token": dataset.text_bytes / dataset.tokens,
+        "tokens_per_document": dataset.tokens / dataset.documents,
+        "shards": len(dataset.shards),
+        "dtype": dataset.dtype,
+        "vocabulary_size": dataset.vocabulary_size,
+        "tokenizer": "bytes (built in)" if dataset.built_in_tokenizer else str(folder / "tokenizer.json"),
+        "end_id": dataset.end_id,
+        "begin_id": dataset.begin_id,
+        "mask_id": dataset.mask_id,
+        "fingerprint": dataset.fingerprint,
+        "built": dataset.built,
+    }
+
+
+def inspect_text(facts: dict[str, Any]) -> str:
+    """The facts of `inspect`, a line each."""
+    flat = {name: value for name, value in facts.items() if name != "built"}
+    built = facts["built"]
+    flat |= {f"built.{name}": value for name, value in built.items() if name != "settings"}
+    flat |= {f"built.settings.{name}": value for name, value in built.get("settings", {}).items()}
+    width = max(map(len, flat))
+    return "\n".join(f"{name:{width}}  {_shown(value)}" for name, value in flat.items())
+
+
+def show_rows(dataset: TokenDataset, order: Order, step: int, row: int | None = None) -> dict[str, Any]:
+    """The batch of update `step` (1 is the first, as in metrics.jsonl), or one row of it, decoded.
+
+    The batch comes from the code that feeds the run, so its digest is the `batch_digest` of that line of metrics.jsonl.
+    Raises Refused for a step or row that does not exist.
+    """
+    if step < 1:
+        raise Refused(f"--step {step}: the first update is 1")
+    cursor = cursor_at_step(order.phases, step - 1)
+    phase = phase_at(order.phases, cursor)
+    if row is not None and not 0 <= row < phase.global_batch:
+        raise Refused(f"--row {row}: the batch has rows 0 to {phase.global_batch - 1}")
+    batch = batch_at(dataset, order, step - 1, np.arange(phase.global_batch))
+    indices = order.batch(cursor)
+    tokenizer = dataset.tokenizer()
+    rows = []
+    for number in range(phase.global_batch) if row is None else [row]:
+        tokens, index = batch.tokens[number, : batch.lengths[number]], int(indices[number])
+        documents, begin = [], 0
+        spans = [] if index == PADDING_ROW else dataset.documents_in_row(index, phase.sequence_length)
+        for span in spans:
+            end = begin + span.last - span.first + 1
+            documents.append({**span._asdict(), "text": tokenizer.decode(tokens[begin:end])})
+            begin = end
+        rows.append({"row": number, "dataset_row": index, "tokens": len(tokens), "documents": documents})
+    return {
+        "step": step,
+        "cursor": cursor,
+        "sequence_length": phase.sequence_length,
+        "global_batch": phase.global_batch,
+        "batch_digest": batch_digest(row_digests(batch.tokens, batch.lengths)),
+        "rows": rows,
+    }
+
+
+def show_text(facts: dict[str, Any]) -> str:
+    """The facts of `show_rows` for people: each document's part under a line that says where it is from."""
+    lines = [
+        f"step {facts['step']}: examples {facts['cursor']} to {facts['cursor'] + facts['global_batch'] - 1}, "
+        f"{facts['sequence_length']} tokens each, batch digest {facts['batch_digest']}"
+    ]
+    for row in facts["rows"]:
+        origin = f"row {row['dataset_row']} of the dataset, {row['tokens']} tokens"
+        lines.append(f"\n== row {row['row']} of the batch: {origin}")
+        for part in row["documents"]:
+            span = f"tokens {part['first']} to {part['last']} of {part['tokens']}"
+            lines.append(f"-- document {part['document']}, {span}\n{part['text']}")
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    """Numbers with separators, fractions with two digits, the rest as it is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.2f}"

@@ -1,0 +1,96 @@
+"""Rows of this process -> global arrays on the devices, gathered and sent ahead of the step that needs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxscale.config.schema import DataConfig
+from jaxscale.data.loader import HostBatch, batches, row_digests
+from jaxscale.data.order import Order
+from jaxscale.data.store import TokenDataset
+
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
+"""Shape, dtype and sharding of each array of a batch, `[microsteps, rows, ...]`."""
+
+
+@dataclass(frozen=True)
+class FedBatch:
+    """One global batch, of which this process holds the rows of its devices."""
+
+    arrays: dict[str, jax.Array]
+    """What the step takes."""
+    rows: np.ndarray
+    """`[n] int64`: the rows of the global batch that this process holds."""
+    digests: np.ndarray | None
+    """`[n, 32] uint8`: sha256 of each of them, where they were asked for."""
+
+
+class Feed:
+    """The batches of updates `first_step` up to, not including, `last_step`, in order; measures how long it is waited for."""
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        order: Order,
+        shapes: Shapes,
+        config: DataConfig,
+        *,
+        first_step: int,
+        last_step: int,
+        digests: bool = False,
+    ) -> None:
+        """The read-ahead begins at once. `digests`: also compute the sha256 of each row."""
+        rows = process_rows(shapes["tokens"])
+
+        def finish(batch: HostBatch) -> FedBatch:
+            digested = row_digests(batch.tokens, batch.lengths) if digests else None
+            return FedBatch(to_devices(batch, shapes), rows, digested)
+
+        self._batches: Iterator[FedBatch] = batches(
+            dataset, order, first_step, last_step, rows, config.read_threads, config.read_ahead, finish
+        )
+
+    def next(self) -> tuple[FedBatch, float]:
+        """The next batch, and the seconds that it was waited for."""
+        begin = time.perf_counter()
+        batch = next(self._batches)
+        return batch, time.perf_counter() - begin
+
+
+def process_rows(tokens: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Rows of the global batch (`[n] int64`, ascending) that lie on this process's devices.
+
+    Row r of microstep m is row m x rows + r of the global batch.
+    """
+    microsteps, rows, _ = tokens.shape
+    own = _own_rows(tokens)
+    return (np.arange(microsteps)[:, None] * rows + own[None, :]).reshape(-1)
+
+
+def to_devices(batch: HostBatch, shapes: Shapes) -> dict[str, jax.Array]:
+    """Global arrays from this process's rows, each device given its own part; needs no other process."""
+    own = _own_rows(shapes["tokens"])
+
+    def send(name: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        local = getattr(batch, name)
+        local = local.reshape(shape.shape[0], len(own), *local.shape[1:])
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            first, last, _ = index[1].indices(shape.shape[1])
+            begin = int(np.searchsorted(own, first))
+            return local[(index[0], slice(begin, begin + last - first), *index[2:])]
+
+        return jax.make_array_from_callback(shape.shape, shape.sharding, part, dtype=shape.dtype)
+
+    return {name: send(name, shape) for name, shape in shapes.items()}
+
+
+def _own_rows(tokens: jax.ShapeDtypeStruct) -> np.ndarray:
+    """Rows of each microstep that lie on this process's devices, `[n] int64`, ascending."""
+    indices = tokens.sharding.addressable_devices_indices_map(tokens.shape).values()
+    return np.unique(np.concatenate([np.arange(*index[1].indices(tokens.shape[1])) for index in indices]))

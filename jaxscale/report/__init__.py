@@ -1,0 +1,1 @@
+"""Pictures and pages made from the files of a run; needs no jax and no live run."""

@@ -88,8 +88,7 @@ def start(cluster: ClusterConfig, connect_seconds: int = CONNECT_SECONDS) -> Pro
     # JAX would install a SIGTERM handler of its own; runtime/guard.py handles signals.
     jax.config.update("jax_enable_preemption_service", False)
     if cluster.simulate is not None:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", cluster.simulate)
+        simulate_devices(cluster.simulate)
     if cluster.compilation_cache is not None:
         _use_compilation_cache(cluster.compilation_cache)
     if place.processes > 1:
@@ -106,6 +105,21 @@ def start(cluster: ClusterConfig, connect_seconds: int = CONNECT_SECONDS) -> Pro
                 f"{members[0].devices}: all need as many; look at CUDA_VISIBLE_DEVICES and the tasks per node"
             )
     return Processes(jax.process_index(), members)
+
+
+def simulate_devices(count: int) -> None:
+    """Make JAX see `count` CPU devices and nothing else; must come before it touches a device.
+
+    XLA runs the parts of a program that do not depend on each other in any order, on one pool of threads for all
+    simulated devices. Two devices that begin with different collectives then wait for each other for ever once the pool
+    is used up, which 8 devices on 2 cores do at once. A schedule that keeps the program's order, and threads to spare,
+    prevent it.
+    """
+    in_order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {in_order}".strip()
+    os.environ.setdefault("PJRT_NPROC", str(max(4 * count, os.cpu_count() or 1)))
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
 
 
 def find_place(cluster: ClusterConfig, environment: Mapping[str, str], gpus_on_host: int) -> Place:

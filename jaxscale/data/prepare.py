@@ -93,9 +93,10 @@ def prepare_tokenizer(settings: BuildConfig, progress: Progress | None = None) -
     if settings.train_vocabulary is None:
         return load_tokenizer(settings.tokenizer)
     path = Path(settings.tokenizer)
-    with locked(path.with_name(f".{path.name}.lock")):
-        if not path.is_file():
-            return train_bpe(_training_texts(settings, progress or _silent), settings.train_vocabulary, path)
+    if not path.is_file():
+        with locked(path.with_name(f".{path.name}.lock")):
+            if not path.is_file():
+                return train_bpe(_training_texts(settings, progress or _silent), settings.train_vocabulary, path)
     tokenizer = load_tokenizer(settings.tokenizer)
     if tokenizer.vocabulary_size != settings.train_vocabulary:
         raise Refused(

@@ -26,12 +26,23 @@ BEGIN, END, MASK = "<|begin|>", "<|end|>", "<|mask|>"
 """Markers of the built-in tokenizer and of those that `train_bpe` makes."""
 
 END_NAMES = (
-    *("<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", END),
-    *("</s>", "<eos>", "[EOS]", "[SEP]"),
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    END,
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "[SEP]",
 )
 BEGIN_NAMES = (
-    *("<|begin_of_text|>", "<\uff5cbegin\u2581of\u2581sentence\uff5c>", BEGIN),
-    *("<s>", "<bos>", "[BOS]", "[CLS]"),
+    "<|begin_of_text|>",
+    "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
+    BEGIN,
+    "<s>",
+    "<bos>",
+    "[BOS]",
+    "[CLS]",
 )
 MASK_NAMES = (MASK, "<mask>", "[MASK]")
 """The only spellings under which markers are recognised; of several in one vocabulary the first listed counts."""

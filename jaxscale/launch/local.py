@@ -23,6 +23,7 @@ GRACE_SECONDS = 4.0
 TAIL_LINES = 30
 _POLL_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 # Endings that all processes have agreed on, so the first to end need not end the others.
 _AGREED_ENDINGS = (0, StoppedByGuard.exit_code, DataExhausted.exit_code, StoppedEarly.exit_code)
@@ -112,7 +113,7 @@ def _spawn(command: Command) -> subprocess.Popen[bytes]:
 
 def _die_with_parent() -> None:
     """In the child: have Linux kill it if we are killed in a way that leaves us no time to do so (prctl(2))."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _copy_lines(child: subprocess.Popen[bytes], index: int, log: Path, shown: TextIO) -> None:

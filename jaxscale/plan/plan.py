@@ -8,38 +8,42 @@ from typing import Any
 import jax
 
 from jaxscale.cluster import distributed
-from jaxscale.config.schema import Config
+from jaxscale.config.schema import ClusterConfig, Config
+from jaxscale.data.store import MANIFEST, TokenDataset
 from jaxscale.flops import flops_per_token, parameter_count
 from jaxscale.plan.collectives import collectives
-from jaxscale.train.build import Lengths, build
+from jaxscale.train.build import Run, build, resolve_lengths
+
+UPDATES_AN_EPOCH = 10**6
+"""Taken for the length of an epoch while the dataset is not there."""
 
 
 def plan(config: Config) -> dict[str, Any]:
     """Compiles the training step of a config and reads memory and collectives off the compiled program.
 
-    Neither data nor arrays are needed: lengths in epochs count as one update, and a mask token that only the dataset
-    knows as id 0; neither changes the program but for a constant.
+    No array is made. Where the dataset is not there yet, what only it knows (the rows of an epoch, the id of the mask
+    token) is made up; that changes constants of the program, but neither its memory nor its collectives. Several
+    processes are planned as one that has the simulated devices of all.
 
     Returns:
-        `devices`, `mesh` (axis -> size), `microsteps`, `parameters`, `tokens_an_update`, `flops_an_update`,
-        `compile_seconds`, `memory` (bytes of one device: arguments, outputs, aliased, temporaries, peak) and
-        `collectives` (a list; see `collectives.py`).
+        `devices`, `device_kind`, `mesh` (axis -> size), `microsteps`, `parameters`, `tokens_an_update`,
+        `flops_an_update`, `compile_seconds`, `memory` (bytes of one device: arguments, outputs, aliased, temporaries,
+        peak) and `collectives` (a list; see `collectives.py`).
 
     Raises:
         Refused: the config does not fit the devices.
     """
-    distributed.start(config.cluster)
-    run = build(config, jax.devices(), Lengths(1, 0, 0), mask_id=0)
+    distributed.start(in_one_process(config.cluster))
+    run = build_without_data(config)
     begin = time.perf_counter()
     compiled = run.lower_train_step().compile()
     seconds = time.perf_counter() - begin
     memory = compiled.memory_analysis()
     tokens = config.batch.global_size * config.data.sequence_length
-    device = run.mesh.devices.flat[0]
     return {
         "devices": run.mesh.devices.size,
-        "device_kind": device.device_kind,
-        "mesh": {axis: size for axis, size in run.mesh.shape.items()},
+        "device_kind": run.mesh.devices.flat[0].device_kind,
+        "mesh": dict(run.mesh.shape),
         "microsteps": run.batch["tokens"].shape[0],
         "parameters": parameter_count(config.model),
         "tokens_an_update": tokens,
@@ -57,3 +61,23 @@ def plan(config: Config) -> dict[str, Any]:
         },
         "collectives": [collective.as_dict() for collective in collectives(compiled.as_text(), run.mesh)],
     }
+
+
+def in_one_process(cluster: ClusterConfig) -> ClusterConfig:
+    """One process with the simulated devices of all, whatever environment it is started in."""
+    simulate = cluster.simulate and cluster.simulate * (cluster.processes or 1)
+    return cluster.model_copy(update={"processes": 1, "process_id": 0, "coordinator": None, "simulate": simulate})
+
+
+def build_without_data(config: Config) -> Run:
+    """The run that `train` would build on the devices of this process, also where there is no dataset yet.
+
+    Raises:
+        Refused: the config does not fit the devices.
+    """
+    if (config.data.train / MANIFEST).is_file():
+        dataset = TokenDataset.open(config.data.train)
+        rows, mask_id = dataset.rows(config.data.sequence_length), dataset.mask_id
+    else:
+        rows, mask_id = UPDATES_AN_EPOCH * config.batch.global_size, 0
+    return build(config, jax.devices(), resolve_lengths(config, rows), mask_id)

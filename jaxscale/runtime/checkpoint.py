@@ -25,6 +25,7 @@ import orbax.checkpoint as ocp
 
 from jaxscale.cluster.distributed import exchange
 from jaxscale.config.errors import Fault, Refused
+from jaxscale.data.files import replace_file
 
 PyTree = TypeVar("PyTree")
 
@@ -133,9 +134,7 @@ class Checkpoints:
         if not self._first:
             return
         confirmed = sorted({*self._confirmed(), step} & {*self.steps(), step})
-        temporary = self.folder / (_CONFIRMED + ".new")
-        temporary.write_text(json.dumps(confirmed))
-        temporary.replace(self.folder / _CONFIRMED)
+        replace_file(self.folder / _CONFIRMED, json.dumps(confirmed).encode())
         self._delete_old()
 
     def check(self) -> None:

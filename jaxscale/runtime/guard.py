@@ -62,9 +62,10 @@ class StopSignal:
         if self._alone:
             return self.signal is not None
         if self._stop_at is None:
-            wanted = self.signal is not None
-            stored = distributed.propose(self._key, str(self._call + _STEPS_AHEAD)) if wanted else distributed.peek(self._key)
-            self._stop_at = None if stored is None else int(stored)
+            if self.signal is not None:
+                self._stop_at = int(distributed.propose(self._key, str(self._call + _STEPS_AHEAD)))
+            elif proposal := distributed.peek(self._key):
+                self._stop_at = int(proposal)
         return self._stop_at is not None and self._call >= self._stop_at
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

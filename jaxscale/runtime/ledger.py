@@ -28,16 +28,14 @@ class Ledger:
         self._since = time.monotonic() - age
         self._phase = first_phase
         self._seconds: dict[str, float] = {}
-        self._writer: threading.Thread | None = None
         self._closed = threading.Event()
+        self._writer: threading.Thread | None = None
 
     def keep(self, path: Path) -> None:
         """From now on keep a line of this attempt in `path`, all phases since the birth of the process included."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        self._offset = _end_of_lines(self._file)
-        self._length = 0
-        self._writer = threading.Thread(target=self._keep_writing, name="ledger", daemon=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._writer = threading.Thread(target=self._keep_writing, args=(file,), name="ledger", daemon=True)
         self._writer.start()
 
     def switch(self, phase: str) -> str:
@@ -64,26 +62,24 @@ class Ledger:
             return {**self._seconds, self._phase: current}
 
     def close(self) -> None:
-        """Write the line for the last time. What the process still does after that is in no phase."""
+        """Write the line for the last time; may be called again. What the process does after that is in no phase."""
+        self._closed.set()
         if self._writer is not None:
-            self._closed.set()
             self._writer.join()
-            os.close(self._file)
-            self._writer = None
 
-    def _keep_writing(self) -> None:
-        """Write the line now, every few seconds, and when the ledger is closed."""
-        while not self._closed.is_set():
-            self._write()
-            self._closed.wait(WRITE_SECONDS)
-        self._write()
+    def _keep_writing(self, file: int) -> None:
+        """Write the line now, every few seconds, and when the ledger is closed: each time in one system call, in place.
 
-    def _write(self) -> None:
-        """Put the totals so far in place of the line, in one system call; blanks keep the line from getting shorter."""
-        seconds = {phase: round(seconds, 4) for phase, seconds in self.totals().items()}
-        line = json.dumps({"started": round(self._started, 3), "process": os.getpid(), "seconds": seconds})
-        self._length = max(self._length, len(line))
-        os.pwrite(self._file, line.ljust(self._length).encode() + b"\n", self._offset)
+        Blanks keep the line from getting shorter than it was.
+        """
+        offset, length, closed = _end_of_lines(file), 0, False
+        while not closed:
+            closed = self._closed.wait(WRITE_SECONDS if length else 0)
+            seconds = {phase: round(seconds, 4) for phase, seconds in self.totals().items()}
+            line = json.dumps({"started": round(self._started, 3), "process": os.getpid(), "seconds": seconds})
+            length = max(length, len(line))
+            os.pwrite(file, line.ljust(length).encode() + b"\n", offset)
+        os.close(file)
 
 
 def read_attempts(path: Path) -> list[dict[str, float]]:

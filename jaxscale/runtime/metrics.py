@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
+
+from jaxscale.data.files import replace_file
 
 
 class MetricsFile:
@@ -22,8 +23,8 @@ class MetricsFile:
         A half-written last line, left by a kill, is dropped too. `resume_step` 0 keeps nothing.
         """
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rewrite(path, [line for line in read(path) if line["step"] <= resume_step])
+        kept = [line for line in read(path) if line["step"] <= resume_step]
+        replace_file(path, "".join(_encode(line) + "\n" for line in kept).encode())
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -42,16 +43,6 @@ def read(path: Path) -> list[dict[str, Any]]:
         return []
     whole, _, _ = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
     return [json.loads(line) for line in whole.splitlines()]
-
-
-def rewrite(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Put `lines` in place of the file in one instant: a kill leaves either the old lines or the new ones."""
-    temporary = path.with_name(path.name + ".new")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(_encode(line) + "\n" for line in lines)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _encode(line: Mapping[str, Any]) -> str:

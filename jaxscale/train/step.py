@@ -61,7 +61,7 @@ def make_train_step(
         (gradient, terms), _ = jax.lax.scan(microstep, zeros, inputs)
 
         losses = {name: term.sum / jnp.maximum(term.count, 1) for name, term in terms.items()}
-        gradient_norm = optax.global_norm(gradient)
+        gradient_norm = optax.tree.norm(gradient)
         finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(gradient_norm)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
         params = optax.apply_updates(state.params, updates)

@@ -1,0 +1,1 @@
+"""Other programs' formats: pure mappings of named arrays, in and out."""

@@ -1,0 +1,1 @@
+"""Outputs of Hugging Face's `transformers` to compare with."""

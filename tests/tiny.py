@@ -1,0 +1,93 @@
+"""Small models, batches and compiled runs that tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxscale.config.schema import Config
+from jaxscale.train.build import Lengths, Run, build
+
+DECODER = {"vocabulary_size": 250, "embed_dim": 64, "layers": 2, "heads": 4, "kv_heads": 4, "mlp_dim": 96}
+ENCODER = {
+    **DECODER,
+    "causal": False,
+    "positions": "learned",
+    "max_positions": 64,
+    "token_types": 2,
+    "norm": "layer",
+    "norm_placement": "post",
+    "embedding_norm": True,
+    "bias": True,
+    "activation": "gelu",
+    "tied_embeddings": True,
+    "head_transform": True,
+}
+STEPS = 8
+
+
+def config(model: Mapping[str, Any] = DECODER, **sections: Any) -> Config:
+    """A config of 8 updates of 8 rows of 64 tokens; `sections` are laid over it, section by section."""
+    values: dict[str, Any] = {
+        "name": "tiny",
+        "model": dict(model),
+        "objective": {"kind": "causal" if model.get("causal", True) else "masked"},
+        "data": {"train": "datasets/none", "sequence_length": 64},
+        "batch": {"global_size": 8},
+        "train": {"steps": STEPS},
+        "optimizer": {"learning_rate": 1e-2},
+        "schedule": {"warmup": 2},
+    }
+    for name, value in sections.items():
+        values[name] = {**values.get(name, {}), **value} if isinstance(value, Mapping) else value
+    return Config.model_validate(values)
+
+
+def make_run(config: Config, devices: int | None = None, mask_id: int = 249) -> Run:
+    """The run of a config on the first so many simulated devices; unset: as many as its mesh asks for."""
+    sizes = [size for _, size in config.mesh if size != -1]
+    count = devices or int(np.prod(sizes))
+    return build(config, jax.devices()[:count], Lengths(STEPS, 2, 0), mask_id)
+
+
+def host_batch(run: Run, step: int = 0) -> dict[str, np.ndarray]:
+    """Random documents of random lengths: rows of all kinds, one of them with padding, one all padding."""
+    random = np.random.default_rng([7, step])
+    rows, length = run.config.batch.global_size, run.config.data.sequence_length
+    vocabulary = run.config.model.vocabulary_size
+    lengths = np.full(rows, length, np.int32)
+    lengths[rows // 2] = length // 3
+    lengths[-1] = 0
+    real = np.arange(length) < lengths[:, None]
+    tokens = np.where(real, random.integers(0, vocabulary, (rows, length)), 0).astype(np.int32)
+    starts = (random.random((rows, length)) < 0.05) & real
+    return {"tokens": tokens, "starts": starts, "lengths": lengths}
+
+
+def device_batch(run: Run, host: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """The batch on the run's mesh, cut into its microsteps."""
+    return {
+        name: jax.device_put(host[name].reshape(shape.shape), shape.sharding) for name, shape in run.batch.items()
+    }
+
+
+def train(run: Run, steps: int = 3) -> tuple[Any, list[dict[str, np.ndarray]]]:
+    """The state and the metrics of each of the first updates."""
+    with jax.set_mesh(run.mesh):
+        state = run.initialize()
+        metrics = []
+        for step in range(steps):
+            state, values = run.train_step(state, device_batch(run, host_batch(run, step)))
+            metrics.append(jax.device_get(values))
+    return state, metrics
+
+
+@cache
+def repository() -> Path:
+    """The root of the repository."""
+    return Path(__file__).parent.parent

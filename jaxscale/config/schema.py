@@ -352,7 +352,7 @@ class GuardConfig(Section):
     """When a run ends itself."""
 
     nonfinite_updates: PositiveInt = 10
-    """Stop (exit code 3) after so many updates in a row whose loss or gradient was not finite; each of them is skipped."""
+    """Stop (exit code 3) after so many updates in a row with a loss or gradient that is not finite; each is skipped."""
     watchdog_seconds: float | None = Field(default=None, gt=0)
     """Write all stacks and stop (exit code 1) if no update ends for so many seconds; unset: wait for ever."""
 

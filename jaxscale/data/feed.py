@@ -31,7 +31,7 @@ class FedBatch:
 
 
 class Feed:
-    """The batches of updates `first_step` up to, not including, `last_step`, in order; measures how long it is waited for."""
+    """The batches of updates `first_step` up to, not including, `last_step`, in order, and how long each is waited for."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ def to_devices(batch: HostBatch, shapes: Shapes) -> dict[str, jax.Array]:
         local = getattr(batch, name)
         local = local.reshape(shape.shape[0], len(own), *local.shape[1:])
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # it never is; JAX declares the callback so
             first, last, _ = index[1].indices(shape.shape[1])
             begin = int(np.searchsorted(own, first))
             return local[(index[0], slice(begin, begin + last - first), *index[2:])]

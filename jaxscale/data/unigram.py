@@ -12,7 +12,10 @@ MOST_TOKENS = 2**27
 
 
 def unigram_loss(train: TokenDataset, validation: TokenDataset) -> float | None:
-    """Nats a token of `validation` under the token frequencies of `train` (each count plus one); None for large datasets."""
+    """Nats a token of `validation` under the token frequencies of `train`, each count plus one.
+
+    None for large datasets.
+    """
     if train.tokens + validation.tokens > MOST_TOKENS:
         return None
     counts = _counts(train, train.vocabulary_size) + 1

@@ -126,16 +126,15 @@ def parameter_spec(name: str, axes: Sequence[str], shape: Sequence[int], sizes: 
                     f"values that do: {_divisors(shape[i])}"
                 )
             placed[i] = "tensor"
-    wanted = [i for i, axis in enumerate(axes) if PARAMETERS[axis] == "fsdp"]
-    if wanted:
-        others = [i for i, axis in enumerate(axes) if placed[i] is None and axis != "layers" and i not in wanted]
-        divided = [i for i in wanted + others if shape[i] % sizes["fsdp"] == 0]
+    for wanted in [i for i, axis in enumerate(axes) if PARAMETERS[axis] == "fsdp"]:
+        free = [i for i, axis in enumerate(axes) if axis != "layers" and (placed[i] is None or sizes["tensor"] == 1)]
+        divided = [i for i in sorted(free, key=lambda i: i != wanted) if shape[i] % sizes["fsdp"] == 0]
         if divided:
             placed[divided[0]] = "fsdp"
-        elif 4 * math.prod(shape) >= COPIED_BYTES and len(others) > 0:
+        elif len(free) > 1 and 4 * math.prod(shape) >= COPIED_BYTES:
             raise Refused(
                 f"mesh.fsdp = {sizes['fsdp']} divides no axis of {name} {tuple(shape)}, which is too large to copy; "
-                f"values that divide {axes[wanted[0]]}: {_divisors(shape[wanted[0]])}"
+                f"values that divide {axes[wanted]}: {_divisors(shape[wanted])}"
             )
     return PartitionSpec(*placed)
 

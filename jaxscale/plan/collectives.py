@@ -69,9 +69,9 @@ class Collective:
     def sent_bytes(self) -> int:
         """Bytes that one device sends, over all `count`, rounded up.
 
-        Rings of n devices (Patarasuk and Yuan, 2009, doi 10.1016/j.jpdc.2008.09.002): a reduce-scatter and an all-gather
-        send (n - 1) / n of the payload, an all-reduce, which is one after the other, twice that. In an all-to-all a
-        device keeps its own n-th part and sends the rest; in a permute and a broadcast it passes everything on once.
+        In rings of n devices (Patarasuk and Yuan, 2009, doi 10.1016/j.jpdc.2008.09.002) a reduce-scatter and an
+        all-gather send (n - 1) / n of the payload, an all-reduce, which is one after the other, twice that. In an
+        all-to-all a device keeps its n-th part and sends the rest; in a permute and a broadcast it passes all on once.
         """
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.payload_bytes if self.group_size > 1 else 0

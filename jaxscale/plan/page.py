@@ -8,32 +8,29 @@ from typing import Any
 
 from rich.filesize import decimal, pick_unit_and_suffix
 
-WIDTH = 80
+WIDTH = 72
 
-SIMULATED = """\
-Compiled for simulated CPU devices: a GPU's compiler fuses and schedules
-otherwise, so take memory and collectives as approximate."""
+CPU = """\
+Compiled for CPU devices: the compiler of GPUs fuses and schedules otherwise,
+so take memory and collectives as approximate."""
 
 
 def page(facts: Mapping[str, Any]) -> str:
     """The facts of `plan.plan` as text."""
-    mesh = " x ".join(f"{axis} {size}" for axis, size in facts["mesh"].items() if size > 1) or "no axis above 1"
-    blocks = [
-        f"{facts['devices']:,} x {facts['device_kind']}: {mesh}",
-        _update(facts),
-        _memory(facts["memory"]),
-        _collectives(facts["collectives"]),
-    ]
+    blocks = [_update(facts), _memory(facts["memory"]), _collectives(facts["collectives"])]
     if facts["device_kind"] == "cpu":
-        blocks.append(SIMULATED)
+        blocks.append(CPU)
     return "\n\n".join(blocks)
 
 
 def _update(facts: Mapping[str, Any]) -> str:
-    """What one update is."""
+    """What one update is, and where it runs."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in facts["mesh"].items() if size > 1) or "1"
     unit, suffix = pick_unit_and_suffix(int(facts["flops_an_update"]), ["", "k", "M", "G", "T", "P", "E", "Z"], 1000)
     return "\n".join(
         [
+            _line("devices", f"{facts['devices']:,} x {facts['device_kind']}"),
+            _line("mesh", mesh),
             _line("parameters", f"{facts['parameters']:,}"),
             _line("tokens an update", f"{facts['tokens_an_update']:,}"),
             _line("microsteps an update", f"{facts['microsteps']:,}"),
@@ -83,7 +80,7 @@ def _collectives(collectives: list[Mapping[str, Any]]) -> str:
 
 def _line(name: str, value: str) -> str:
     """A fact: its name on the left, its value on the right."""
-    return f"{name:<{WIDTH - 24}}{value:>24}"
+    return f"{name} {value:>{WIDTH - len(name) - 1}}"
 
 
 def _row(name: str, *columns: str) -> str:

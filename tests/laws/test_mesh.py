@@ -19,11 +19,11 @@ MESHES = {
     "fsdp 2 x tensor 4": {"fsdp": 2, "tensor": 4},
     "replica 2 x fsdp 2 x tensor 2": {"replica": 2, "fsdp": 2, "tensor": 2},
 }
-# 500 divides by 4 but not by 8, so fsdp must find another axis; 50,257 (GPT-2) is padded to 393 x 128.
+# 60 and 500 divide by 4 but not by 8, so fsdp must find another axis; 50,257 (GPT-2) is padded to 393 x 128.
 ODD = {
     **tiny.DECODER,
     "vocabulary_size": 50257,
-    "embed_dim": 500,
+    "embed_dim": 60,
     "layers": 1,
     "head_dim": 16,
     "mlp_dim": 500,
@@ -32,7 +32,7 @@ ODD = {
 MODELS = {"decoder": tiny.DECODER, "encoder": tiny.ENCODER, "odd sizes": ODD}
 LEARNING_RATE = 1e-3
 # Adam divides a gradient by its own size: where the true gradient is all but zero, the update is rounding noise. Among
-# the 25 million entries of the odd table some are, so there epsilon stands above the noise.
+# the 3 million entries of the odd table some are, so there epsilon stands above the noise.
 EPSILON = {"decoder": 1e-8, "encoder": 1e-8, "odd sizes": 1e-6}
 
 

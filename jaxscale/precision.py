@@ -14,15 +14,13 @@ from jaxscale.config.schema import PrecisionConfig
 class Precision:
     """The dtypes of a run.
 
-    Parameters, their gradients and the optimizer state are float32, so that small updates are not lost to rounding;
-    norms, softmax, losses and sums over tokens are float32 too. Only matrix products and the activations between them
-    are in `compute`.
+    Parameters and optimizer state are float32, so that small updates are not lost to rounding; norms, softmax, losses,
+    sums over tokens and the sum of gradients over microsteps are float32 too. Matrix products and the activations
+    between them are in `compute`, and so is what the matrix products of the backward pass give: the gradient of a
+    matrix, within one microstep and between devices.
     """
 
     compute: jnp.dtype
-    parameters: jnp.dtype = jnp.dtype(jnp.float32)
-    reduction: jnp.dtype = jnp.dtype(jnp.float32)
-    optimizer_state: jnp.dtype = jnp.dtype(jnp.float32)
 
 
 def resolve_precision(config: PrecisionConfig, platform: str) -> Precision:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxscale.config.schema import Config
+from jaxscale.model.attention import Mask
+from jaxscale.model.layers import ParameterAxes
+from jaxscale.model.objective import Examples, row_keys
+from jaxscale.model.transformer import Transformer
 from jaxscale.train.build import Lengths, Run, build
 
 DECODER = {"vocabulary_size": 250, "embed_dim": 64, "layers": 2, "heads": 4, "kv_heads": 4, "mlp_dim": 96}
@@ -71,9 +77,7 @@ def host_batch(run: Run, step: int = 0) -> dict[str, np.ndarray]:
 
 def device_batch(run: Run, host: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """The batch on the run's mesh, cut into its microsteps."""
-    return {
-        name: jax.device_put(host[name].reshape(shape.shape), shape.sharding) for name, shape in run.batch.items()
-    }
+    return {name: jax.device_put(host[name].reshape(shape.shape), shape.sharding) for name, shape in run.batch.items()}
 
 
 def train(run: Run, steps: int = 3) -> tuple[Any, list[dict[str, np.ndarray]]]:
@@ -91,3 +95,64 @@ def train(run: Run, steps: int = 3) -> tuple[Any, list[dict[str, np.ndarray]]]:
 def repository() -> Path:
     """The root of the repository."""
     return Path(__file__).parent.parent
+
+
+def merge(run: Run, params: Any) -> Transformer:
+    """The model of a run with these parameters."""
+    return nnx.merge(run.structure, params, {})
+
+
+def random_params(run: Run) -> Any:
+    """Parameters as no training makes them, on the run's mesh: scales near 1, all others of the order of 0.1.
+
+    They are those of the model alone, the same on every mesh, and need nothing compiled.
+    """
+    vocabulary = run.config.model.vocabulary_size
+
+    def draw(path: Any, axes: ParameterAxes, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        values = 0.1 * np.random.default_rng([29, *name.encode()]).normal(size=leaf.shape)
+        if name.endswith("scale"):
+            values += 1
+        if "vocabulary" in axes.names:
+            values[vocabulary:] = 0
+        return jax.device_put(values.astype(np.float32), leaf.sharding)
+
+    return jax.tree.map_with_path(draw, run.axes, run.state.params, is_leaf=lambda x: isinstance(x, ParameterAxes))
+
+
+def examples(run: Run, host: Mapping[str, np.ndarray]) -> Examples:
+    """The rows of a host batch as the one microstep of an update at cursor 0, `[rows, sequence]` a field."""
+    batch = {name: jnp.asarray(x)[None] for name, x in host.items()}
+    keys = row_keys(jax.random.key(0), jnp.zeros(2, jnp.uint32), batch["lengths"].shape)
+    return jax.tree.map(lambda x: x[0], run.objective.examples(batch, keys))
+
+
+def logits_of(run: Run) -> Callable[[Any, Mapping[str, np.ndarray]], np.ndarray]:
+    """`(params, host batch) -> [rows, sequence, vocabulary] float32`: all logits, the tokens shown as they are."""
+
+    @jax.jit
+    def compute(params: Any, host: Mapping[str, jax.Array]) -> jax.Array:
+        ready, model = examples(run, host), merge(run, params)
+        mask = Mask(run.config.model.causal, ready.segments, None if ready.segments is not None else ready.lengths)
+        return model.logits(model(host["tokens"], ready.positions, mask))
+
+    def logits(params: Any, host: Mapping[str, np.ndarray]) -> np.ndarray:
+        with jax.set_mesh(run.mesh):
+            return np.asarray(compute(params, {name: jnp.asarray(x) for name, x in host.items()}))
+
+    return logits
+
+
+def traced_shapes(function: Callable[..., Any], *arguments: Any) -> list[tuple[int, ...]]:
+    """Shape of every array that a function computes, loops and inner functions included."""
+
+    def within(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+        for equation in jaxpr.eqns:
+            yield from (variable.aval.shape for variable in equation.outvars)
+            for value in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    yield from within(inner)
+
+    return list(within(jax.make_jaxpr(function)(*arguments).jaxpr))

@@ -289,7 +289,7 @@ class ClusterConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """Number formats; parameters, reductions and optimizer state are float32."""
+    """Number formats; parameters, optimizer state, losses and norms are float32."""
 
     compute: Literal["auto", "float32", "bfloat16"] = "auto"
     """Matrix products and activations; `auto`: bfloat16 on GPUs, float32 on CPUs."""

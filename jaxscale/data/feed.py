@@ -31,7 +31,7 @@ class FedBatch:
 
 
 class Feed:
-    """The batches of updates `first_step` up to, not including, `last_step`, in order, and how long each is waited for."""
+    """The batches of updates `first_step` up to, not including, `last_step`, and how long each one is waited for."""
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ def generate(
     key: jax.Array,
     *,
     longest: int,
+    vocabulary_size: int,
     temperature: jax.Array | float,
     top_p: jax.Array | float,
     end_id: jax.Array | int,
@@ -25,6 +26,7 @@ def generate(
         prompts: `[batch, prompt] int32`.
         key: PRNG key; the same key gives the same text.
         longest: tokens of prompt and continuation together.
+        vocabulary_size: tokens that may be chosen: those of the tokenizer, which may be fewer than the model's.
         temperature: divides the logits; 0 takes the likeliest token.
         top_p: see `sample`.
         end_id: a row ends at this token; what follows it is `end_id` too.
@@ -42,7 +44,7 @@ def generate(
 
     def extend(carry):
         position, tokens, hidden, cache, ended = carry
-        logits = model.logits(hidden)[:, -1]
+        logits = model.logits(hidden)[:, -1, :vocabulary_size]
         chosen = sample(logits, jax.random.fold_in(key, position), temperature, top_p)
         chosen = jnp.where(ended, end_id, chosen)
         tokens = jax.lax.dynamic_update_slice(tokens, chosen[:, None], (0, position))

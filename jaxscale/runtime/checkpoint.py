@@ -105,22 +105,35 @@ class Checkpoints:
         except Exception as error:  # Orbax and TensorStore raise many kinds
             raise self._fault(error) from error
 
+    def check_arrays(self, step: int, abstract_state: Any) -> None:
+        """Raise `Refused`, with paths and both shapes, where the arrays of `step` are not those of this pytree.
+
+        What is saved beside its first-level entries is no difference. Reads no array.
+        """
+        wanted = _named_leaves(abstract_state)
+        entries = {name.split("/")[0] for name in wanted}
+        stored = _read(self.folder, step)["leaves"]
+        stored = {name: described for name, described in stored.items() if name.split("/")[0] in entries}
+        _check_same_arrays(self.folder / str(step), stored, wanted)
+
     def restore(self, step: int, abstract_state: PyTree) -> PyTree:
         """The state of `step`, each array read straight into its place.
 
         `abstract_state` is the pytree to fill, its leaves `jax.ShapeDtypeStruct` with the target's `sharding`; it may
-        be on another mesh and another number of processes than the saved one. Raises `Refused` where the stored arrays
-        are not the wanted ones, with paths and both shapes, before anything is read.
+        be on another mesh and another number of processes than the saved one. A part of the saved pytree, such as
+        `{"params": ...}`, reads no more than that part. Raises `Refused` as `check_arrays` does.
         """
+        self.check_arrays(step, abstract_state)
         wanted = _named_leaves(abstract_state)
-        _check_same_arrays(self.folder / str(step), _read(self.folder, step)["leaves"], wanted)
         arguments = {
             name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
             for name, leaf in wanted.items()
         }
         restored = self._orbax.restore(
             self.folder / str(step),
-            args=ocp.args.Composite(state=ocp.args.PyTreeRestore(item=wanted, restore_args=arguments)),
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
+            ),
         ).state
         state: PyTree = jax.tree.unflatten(jax.tree.structure(abstract_state), [restored[name] for name in wanted])
         return state

@@ -30,7 +30,7 @@ from jaxscale.model.transformer import Transformer
 from jaxscale.parallel.sharding import computation_sharding, parameter_spec, replicated
 from jaxscale.precision import Precision, resolve_precision
 from jaxscale.train.optimizer import Schedule, make_optimizer, make_schedule
-from jaxscale.train.state import TrainState, initial_state
+from jaxscale.train.state import TrainState, initial_state, model_of
 from jaxscale.train.step import make_evaluation_step, make_train_step
 
 
@@ -111,7 +111,7 @@ class Run:
 
     @cached_property
     def evaluation_step(self) -> Any:
-        """Jitted `evaluation_step(params, model_state, batch, cursor) -> terms`."""
+        """Jitted `evaluation_step(params=, model_state=, batch=, cursor=) -> terms`."""
         step = make_evaluation_step(self.structure, self.objective, self.config.seed)
         return jax.jit(step, out_shardings=replicated(self.mesh))
 
@@ -124,7 +124,7 @@ class Run:
         """The evaluation step lowered for the mesh, ready to `compile()`."""
         cursor = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=replicated(self.mesh))
         with jax.set_mesh(self.mesh):
-            return self.evaluation_step.lower(self.state.params, self.state.model_state, self.evaluation_batch, cursor)
+            return self.evaluation_step.lower(**model_of(self.state), batch=self.evaluation_batch, cursor=cursor)
 
     def lower_initialize(self) -> Any:
         """The initialisation lowered for the mesh, ready to `compile()`."""
@@ -190,7 +190,7 @@ class Steps:
     train: Any
     """(state, batch) -> (state, metrics); consumes the state."""
     evaluate: Any
-    """(params, model_state, batch, cursor) -> terms; None where nothing is evaluated."""
+    """(params=, model_state=, batch=, cursor=) -> terms; None where nothing is evaluated."""
     initialize: Any
     """() -> state; None where a checkpoint is restored."""
 

@@ -13,26 +13,23 @@ from jaxscale.data.feed import Feed
 from jaxscale.data.order import Order, Phase
 from jaxscale.data.store import TokenDataset
 from jaxscale.train.build import Run
-from jaxscale.train.state import TrainState
+from jaxscale.train.state import ModelArrays
 
 
 def evaluate_splits(
-    run: Run, evaluation_step: Any, state: TrainState, splits: Mapping[str, TokenDataset]
+    run: Run, evaluation_step: Any, model: ModelArrays, splits: Mapping[str, TokenDataset]
 ) -> dict[str, dict[str, Any]]:
     """`evaluate` for each of several datasets."""
-    return {
-        name: evaluate(run, evaluation_step, state.params, state.model_state, dataset)
-        for name, dataset in splits.items()
-    }
+    return {name: evaluate(run, evaluation_step, model, dataset) for name, dataset in splits.items()}
 
 
-def evaluate(run: Run, evaluation_step: Any, params: Any, model_state: Any, dataset: TokenDataset) -> dict[str, Any]:
+def evaluate(run: Run, evaluation_step: Any, model: ModelArrays, dataset: TokenDataset) -> dict[str, Any]:
     """Losses of the rows of a dataset in stored order; the last batch is filled up with rows that count nothing.
 
     Args:
         run: what `evaluation_step` was built from.
         evaluation_step: compiled, or jitted.
-        params, model_state: of the model, on the run's mesh.
+        model: its arrays, on the run's mesh.
         dataset: what to evaluate on; its first `evaluate.rows` rows, or all.
 
     Returns:
@@ -52,7 +49,7 @@ def evaluate(run: Run, evaluation_step: Any, params: Any, model_state: Any, data
         following = None
         if step < steps:
             cursor = jax.device_put(_words(step * batch), run.state.cursor.sharding)
-            following = evaluation_step(params, model_state, feed.next()[0].arrays, cursor)
+            following = evaluation_step(**model, batch=feed.next()[0].arrays, cursor=cursor)
         if pending is not None:
             for name, term in jax.device_get(pending).items():
                 totals[name] = totals.get(name, 0) + np.array(term, np.float64)

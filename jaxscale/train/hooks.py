@@ -68,15 +68,14 @@ class MetricsHook(BaseHook):
         sinks: Sequence[Sink],
         *,
         every_steps: int,
-        batch: int,
-        sequence: int,
+        place: Callable[[int], dict[str, int]],
         flops_per_token: float,
         peak_flops: float | None,
     ) -> None:
-        """`peak_flops`: of all devices together, FLOP/s; None where it is not known."""
+        """`place(step)`: where an update stands; `peak_flops`: of all devices together, FLOP/s, None where not known."""
         self._sinks = sinks
         self._every = every_steps
-        self._batch, self._sequence = batch, sequence
+        self._place = place
         self._flops_per_token, self._peak = flops_per_token, peak_flops
 
     def read(self, update: Update) -> None:
@@ -86,11 +85,10 @@ class MetricsHook(BaseHook):
             return
         metrics = dict(update.metrics)
         valid_tokens, skipped = to_int(metrics.pop("valid_tokens")), int(metrics.pop("skipped"))
-        rate = self._batch * self._sequence / update.step_seconds
+        place = self._place(update.step)
+        rate = (place["tokens"] - self._place(update.step - 1)["tokens"]) / update.step_seconds
         line = {
-            "step": update.step,
-            "examples": update.step * self._batch,
-            "tokens": update.step * self._batch * self._sequence,
+            **place,
             "valid_tokens": valid_tokens,
             **{name: float(value) for name, value in metrics.items()},
             "skipped": skipped,
@@ -138,11 +136,16 @@ class EvaluationHook(BaseHook):
     name = "evaluate"
 
     def __init__(
-        self, evaluate: Callable[[Any], Mapping[str, Mapping[str, Any]]], sinks: Sequence[Sink], due: Callable[[int], bool]
+        self,
+        evaluate: Callable[[Any], Mapping[str, Mapping[str, Any]]],
+        sinks: Sequence[Sink],
+        place: Callable[[int], dict[str, int]],
+        due: Callable[[int], bool],
     ) -> None:
-        """`evaluate(state)` gives the results of each split."""
+        """`evaluate(state)` gives the results of each split; `place(step)`: where an update stands."""
         self._evaluate = evaluate
         self._sinks = sinks
+        self._place = place
         self._due = due
 
     def due(self, step: int) -> bool:
@@ -153,7 +156,7 @@ class EvaluationHook(BaseHook):
         """A line for each split."""
         for split, results in self._evaluate(state).items():
             for sink in self._sinks:
-                sink.write({"step": step, "split": split, **results, "time": time.time()})
+                sink.write({**self._place(step), "split": split, **results, "time": time.time()})
 
 
 class ProfileHook(BaseHook):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from jaxscale.config.errors import Refused
 from jaxscale.config.schema import Config
@@ -36,19 +36,25 @@ def open_datasets(config: Config, console: Console) -> tuple[TokenDataset, dict[
 
 def build(config: Config, console: Console) -> None:
     """Builds what `data.build` describes unless it is there, with a bar for each part of the work."""
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        tasks = {}
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(bar_width=24), TimeRemainingColumn(), console=console, transient=True
+    )
+    tasks: dict[str, TaskID] = {}
 
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
+    def progress(what: str, done: int, total: int) -> None:
+        bar.start()
+        if what not in tasks:
+            tasks[what] = bar.add_task(what, total=total)
+        bar.update(tasks[what], completed=done)
 
+    try:
         report = prepare.build(config.data, progress)
+    finally:
+        if tasks:
+            bar.stop()
     if report.built:
         for split in report.splits:
             console.print(
-                f"built {split.folder}: {split.documents:,} documents, {split.tokens:,} tokens "
+                f"built       {split.folder}: {split.documents:,} documents, {split.tokens:,} tokens "
                 f"({split.text_bytes / split.tokens:.2f} bytes a token)"
             )

@@ -49,6 +49,7 @@ from jaxscale.train.inputs import open_datasets
 from jaxscale.train.loop import Hook, run_loop
 from jaxscale.train.resume import check_resume, metadata, newest
 from jaxscale.train.sample import complete
+from jaxscale.train.state import ModelArrays, model_of
 
 
 def train(config: Config) -> None:
@@ -64,13 +65,15 @@ def train(config: Config) -> None:
         with ledger.phase("prepare data"):
             dataset, validation = open_datasets(config, console)
         lengths = resolve_lengths(config, dataset.rows(config.data.sequence_length))
+        changes = check_resume(saved, config, dataset.fingerprint) if saved else ()
         if saved is not None and saved.step >= lengths.steps:
             tell.finished(config, saved.step, lengths.steps, console)
             return
-        changes = check_resume(saved, config, dataset.fingerprint) if saved else ()
         run = build(config, jax.devices(), lengths, dataset.mask_id)
 
         checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep)
+        if saved is not None:
+            checkpoints.check_arrays(saved.step, run.state)
         checkpoints.prepare()
         if processes.first:
             ledger.keep(config.run_dir / "ledger.jsonl")
@@ -107,11 +110,14 @@ def train(config: Config) -> None:
             raise StoppedEarly(
                 f"stopped after step {step:,} of {lengths.steps:,} with a complete checkpoint; the same command goes on"
             )
-        completion = complete(run, state.params, state.model_state, dataset, config.sample.prompt)
+        prompt = config.sample.prompt
+        with ledger.phase("sample"):
+            completion = None if prompt is None else complete(run, model_of(state), dataset, prompt)
         for sink in sinks:
             sink.close()
         if processes.first:
-            tell.conclusion(config, dataset, validation, completion, console)
+            with ledger.phase("report"):
+                tell.conclusion(config, dataset, validation, completion, console)
 
 
 def evaluate(config: Config) -> dict[str, dict[str, Any]]:
@@ -123,9 +129,9 @@ def evaluate(config: Config) -> dict[str, dict[str, Any]]:
     if not config.data.validation:
         raise Refused("data.validation: there is nothing to evaluate on; name a dataset there")
     with joined(config):
-        run, state, step, (_, validation) = restored(config)
+        run, model, step, (_, validation) = restored(config)
         with jax.set_mesh(run.mesh):
-            results = evaluate_splits(run, run.evaluation_step, state, validation)
+            results = evaluate_splits(run, run.evaluation_step, model, validation)
         return {split: {"step": step, **result} for split, result in results.items()}
 
 
@@ -138,8 +144,8 @@ def generate(config: Config, prompt: str) -> str:
     if not config.model.causal:
         raise Refused("model.causal = false: an encoder cannot continue a text; `jaxscale eval` measures it")
     with joined(config):
-        run, state, _, (dataset, _) = restored(config)
-        return complete(run, state.params, state.model_state, dataset, prompt) or ""
+        run, model, _, (dataset, _) = restored(config)
+        return complete(run, model, dataset, prompt)
 
 
 def describe(config: Config) -> dict[str, Any]:
@@ -185,8 +191,8 @@ def joined(config: Config) -> Iterator[Processes]:
     distributed.shutdown()
 
 
-def restored(config: Config) -> tuple[Run, Any, int, tuple[TokenDataset, dict[str, TokenDataset]]]:
-    """A run with the state of its newest checkpoint, the step of it, and its datasets."""
+def restored(config: Config) -> tuple[Run, ModelArrays, int, tuple[TokenDataset, dict[str, TokenDataset]]]:
+    """A run with the model of its newest checkpoint (and no more of the state), the step of it, and its datasets."""
     saved = newest(config.run_dir)
     if saved is None:
         raise Refused(f"{config.run_dir}: holds no complete checkpoint; train it first")
@@ -194,7 +200,7 @@ def restored(config: Config) -> tuple[Run, Any, int, tuple[TokenDataset, dict[st
     lengths = resolve_lengths(config, datasets[0].rows(config.data.sequence_length))
     run = build(config, jax.devices(), lengths, datasets[0].mask_id)
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep)
-    return run, checkpoints.restore(saved.step, run.state), saved.step, datasets
+    return run, checkpoints.restore(saved.step, model_of(run.state)), saved.step, datasets
 
 
 def make_sinks(run: Run, processes: Processes, console: Console, stack: ExitStack, first: int) -> list[Sink]:
@@ -222,14 +228,18 @@ def make_hooks(
     """The hooks of a run, in the order in which they act: a checkpoint is saved before anything that may fail."""
     config, last = run.config, run.lengths.steps
     device = run.mesh.devices.flat[0]
+
+    def place(step: int) -> dict[str, int]:
+        examples = step * config.batch.global_size
+        return {"step": step, "examples": examples, "tokens": examples * config.data.sequence_length}
+
     peak = peak_flops(device.device_kind, run.precision.compute.name)
     hooks: list[Hook] = [
         FiniteGuard(config.guard.nonfinite_updates),
         MetricsHook(
             sinks,
             every_steps=config.metrics.every_steps,
-            batch=config.batch.global_size,
-            sequence=config.data.sequence_length,
+            place=place,
             flops_per_token=flops_per_token(config.model, config.data.sequence_length),
             peak_flops=None if peak is None else peak * run.mesh.devices.size,
         ),
@@ -238,8 +248,9 @@ def make_hooks(
     if validation:
         hooks.append(
             EvaluationHook(
-                lambda state: evaluate_splits(run, steps.evaluate, state, validation),
+                lambda state: evaluate_splits(run, steps.evaluate, model_of(state), validation),
                 sinks,
+                place,
                 every(config.evaluate.every_steps, last),
             )
         )

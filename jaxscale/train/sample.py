@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,15 +13,14 @@ from jaxscale.data.store import TokenDataset
 from jaxscale.model.generate import generate
 from jaxscale.parallel.sharding import replicated
 from jaxscale.train.build import Run
+from jaxscale.train.state import ModelArrays
 
 
-def complete(run: Run, params: Any, model_state: Any, dataset: TokenDataset, prompt: str | None) -> str | None:
-    """`prompt` and its continuation; None without a prompt. All processes of the run must call it.
+def complete(run: Run, model: ModelArrays, dataset: TokenDataset, prompt: str) -> str:
+    """`prompt` and its continuation. All processes of the run must call it.
 
     The prompt follows a begin marker if the dataset's documents have one. Sampling is seeded by the run's seed.
     """
-    if prompt is None:
-        return None
     sample, tokenizer = run.config.sample, dataset.tokenizer()
     begins = bool(dataset.built.get("settings", {}).get("begin_marker"))
     ids = [*([dataset.begin_id] if begins else []), *tokenizer.encode(prompt).tolist()]
@@ -36,13 +33,13 @@ def complete(run: Run, params: Any, model_state: Any, dataset: TokenDataset, pro
             f"nearest: sample.tokens={max(1, run.config.model.max_positions - len(ids))}"
         )
 
-    def continue_prompts(params: Any, model_state: Any, prompts: jax.Array) -> jax.Array:
-        model = nnx.merge(run.structure, params, model_state)
+    def continue_prompts(model: ModelArrays, prompts: jax.Array) -> jax.Array:
         return generate(
-            model,
+            nnx.merge(run.structure, model["params"], model["model_state"]),
             prompts,
             jax.random.key(run.config.seed),
             longest=longest,
+            vocabulary_size=dataset.vocabulary_size,
             temperature=sample.temperature,
             top_p=sample.top_p,
             end_id=dataset.end_id,
@@ -52,7 +49,7 @@ def complete(run: Run, params: Any, model_state: Any, dataset: TokenDataset, pro
     copies = data_shards(dict(run.mesh.shape))
     prompts = jnp.asarray(np.tile(np.array(ids, np.int32), (copies, 1)))
     with jax.set_mesh(run.mesh):
-        tokens = jax.jit(continue_prompts, out_shardings=replicated(run.mesh))(params, model_state, prompts)
+        tokens = jax.jit(continue_prompts, out_shardings=replicated(run.mesh))(model, prompts)
     row = np.asarray(tokens)[0, len(ids) :].tolist()
     ended = row.index(dataset.end_id) if dataset.end_id in row else len(row)
     return prompt + tokenizer.decode(row[:ended])

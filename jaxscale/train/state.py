@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ class TrainState:
     """Everything that an update changes.
 
     The three counters are 64-bit numbers kept as `[2] uint32`, high word first, because JAX has no 64-bit integers by
-    default; `Counters.of` reads them as Python integers.
+    default; `to_int` reads them as Python integers.
     """
 
     step: jax.Array
@@ -56,6 +56,18 @@ def initial_state(params: Any, model_state: Any, optimizer_state: Any) -> TrainS
     return TrainState(zero, zero, zero, jnp.zeros((), jnp.uint32), params, model_state, optimizer_state, {})
 
 
+class ModelArrays(TypedDict):
+    """The part of a state that evaluation and generation need, under the names that it has in a checkpoint."""
+
+    params: Any
+    model_state: Any
+
+
+def model_of(state: TrainState) -> ModelArrays:
+    """The model's arrays, or their shapes and shardings."""
+    return ModelArrays(params=state.params, model_state=state.model_state)
+
+
 def add(number: jax.Array, amount: jax.Array | int) -> jax.Array:
     """A 64-bit number `[2] uint32` (high, low) plus a non-negative amount below 2^32."""
     low = number[1] + jnp.asarray(amount, jnp.uint32)
@@ -67,16 +79,3 @@ def to_int(number: np.ndarray | jax.Array) -> int:
     high, low = np.asarray(number)
     return (int(high) << 32) | int(low)
 
-
-@dataclass(frozen=True)
-class Counters:
-    """The counters of a state as Python integers."""
-
-    step: int
-    cursor: int
-    valid_tokens: int
-
-    @classmethod
-    def of(cls, state: TrainState) -> Counters:
-        """Reads the counters; waits for the state to be computed."""
-        return cls(*(to_int(getattr(state, field.name)) for field in fields(cls)))

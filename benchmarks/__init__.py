@@ -1,0 +1,1 @@
+"""What jaxscale is measured against: each program here has a named peer or limit."""

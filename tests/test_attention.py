@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from jaxscale.config.errors import Refused
-from jaxscale.model.attention import BLOCK, Mask, attention, blockwise, choose_implementation
+from jaxscale.model.attention import attention, choose_implementation
+from jaxscale.model.blockwise import BLOCK, Mask, blockwise
 from jaxscale.model.objective import Examples
 from jaxscale.train.build import Run
 from tests import tiny

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
+from jaxscale.model.attention import Cache
 from jaxscale.model.transformer import Transformer
+
+
+class Progress(NamedTuple):
+    """The state of a generation before the token at `position`."""
+
+    position: jax.Array
+    tokens: jax.Array
+    hidden: jax.Array
+    """`[batch, 1, embed]`: of the last token."""
+    cache: Cache
+    ended: jax.Array
+    """`[batch] bool`."""
 
 
 def generate(
@@ -38,26 +53,23 @@ def generate(
     tokens = jnp.full((batch, longest), end_id, jnp.int32).at[:, :length].set(prompts)
     hidden, cache = model.extend(prompts, model.empty_cache(batch, longest), 0)
 
-    def unfinished(carry):
-        position, _, _, _, ended = carry
-        return (position < longest) & ~jnp.all(ended)
+    def unfinished(progress: Progress) -> jax.Array:
+        return (progress.position < longest) & ~jnp.all(progress.ended)
 
-    def extend(carry):
-        position, tokens, hidden, cache, ended = carry
+    def extend(progress: Progress) -> Progress:
+        position, tokens, hidden, cache, ended = progress
         logits = model.logits(hidden)[:, -1, :vocabulary_size]
         chosen = sample(logits, jax.random.fold_in(key, position), temperature, top_p)
         chosen = jnp.where(ended, end_id, chosen)
         tokens = jax.lax.dynamic_update_slice(tokens, chosen[:, None], (0, position))
         hidden, cache = model.extend(chosen[:, None], cache, position)
-        return position + 1, tokens, hidden, cache, ended | (chosen == end_id)
+        return Progress(position + 1, tokens, hidden, cache, ended | (chosen == end_id))
 
-    carry = (jnp.asarray(length), tokens, hidden[:, -1:], cache, jnp.zeros(batch, bool))
-    return jax.lax.while_loop(unfinished, extend, carry)[1]
+    start = Progress(jnp.asarray(length), tokens, hidden[:, -1:], cache, jnp.zeros(batch, bool))
+    return jax.lax.while_loop(unfinished, extend, start).tokens
 
 
-def sample(
-    logits: jax.Array, key: jax.Array, temperature: jax.Array | float, top_p: jax.Array | float
-) -> jax.Array:
+def sample(logits: jax.Array, key: jax.Array, temperature: jax.Array | float, top_p: jax.Array | float) -> jax.Array:
     """A token a row from `[batch, vocabulary]` logits.
 
     Nucleus sampling (arXiv 1904.09751): of the likeliest tokens, the smallest set whose probabilities at `temperature`

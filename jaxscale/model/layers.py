@@ -1,4 +1,4 @@
-"""The parts that blocks are made of: parameters that know their axes, linear maps, norms, rotary embeddings, dropout."""
+"""What blocks are made of: parameters that know their axes, linear maps, norms, rotary embeddings, dropout."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from flax import nnx
 from jaxscale.config.schema import ModelConfig, RopeConfig
 from jaxscale.parallel.sharding import constrain
 from jaxscale.precision import product
+
 
 class Parameter(nnx.Param[jax.Array]):
     """A trainable array that knows its logical axes.
@@ -144,7 +145,7 @@ def rotate(x: jax.Array, cosines: jax.Array, sines: jax.Array) -> jax.Array:
 
 
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
-    """Inverted dropout of x `[batch, sequence, embed]` with one key a row, so that a mask follows its row wherever it is.
+    """Inverted dropout of x `[batch, sequence, embed]` with one key a row, so that a mask follows its row.
 
     `keys` is `[batch]` PRNG keys, or None where nothing is dropped (evaluation, generation).
     """

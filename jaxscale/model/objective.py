@@ -46,10 +46,10 @@ class Examples(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A reported loss: the sum over its items and their number, so that parts of a batch can be added up."""
+    """A reported loss in parts that can be added up: the sum over its items, and their number."""
 
-    sum: jax.Array
-    count: jax.Array
+    total: jax.Array
+    items: jax.Array
 
 
 class Objective(Protocol):
@@ -102,7 +102,7 @@ class LanguageModel:
         }
 
     def layout(self, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Number of each token's document in its row (-1: padding), position in the document, and whether it is real."""
+        """Of each token: number of its document in the row (-1: padding), position in it, whether it is real."""
         index = jnp.arange(batch["tokens"].shape[-1], dtype=jnp.int32)
         real = index < batch["lengths"][..., None]
         segments = jnp.where(real, jnp.cumsum(batch["starts"], axis=-1, dtype=jnp.int32), -1)
@@ -138,9 +138,7 @@ class LanguageModel:
         segments, positions, _ = layout
         if self.attend_across_documents:
             index = jnp.arange(inputs.shape[-1], dtype=jnp.int32)
-            return Examples(
-                inputs, targets, weights, jnp.broadcast_to(index, inputs.shape), None, batch["lengths"]
-            )
+            return Examples(inputs, targets, weights, jnp.broadcast_to(index, inputs.shape), None, batch["lengths"])
         return Examples(inputs, targets, weights, positions, segments, batch["lengths"])
 
 
@@ -191,7 +189,7 @@ def fold_words(key: jax.Array, number: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, number[0]), number[1])
 
 
-def row_keys(key: jax.Array, first: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def row_keys(key: jax.Array, first: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """PRNG keys `[microsteps, rows]`: `key` folded with the number of each row, which counts on from `first`.
 
     `first` is a 64-bit number `[2] uint32`, high word first.

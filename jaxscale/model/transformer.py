@@ -31,6 +31,7 @@ from jaxscale.model.mlp import ACTIVATIONS, Mlp
 from jaxscale.parallel.sharding import constrain
 from jaxscale.precision import Precision
 
+
 def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     """Rematerialisation policy: keep everything but casts and changes of layout, which are how a parameter is gathered.
 
@@ -83,9 +84,9 @@ class Transformer(nnx.Module):
             cache: `[layers, batch, longest, kv_heads, head_dim]` of `empty_cache`.
         """
         positions = jnp.broadcast_to(seen + jnp.arange(tokens.shape[1]), tokens.shape)
-        hidden, cache = self._run(tokens, positions, Mask(causal=True), None, cache, seen)
-        assert cache is not None
-        return hidden, cache
+        hidden, extended = self._run(tokens, positions, Mask(causal=True), None, cache, seen)
+        assert extended is not None
+        return hidden, extended
 
     def empty_cache(self, batch: int, longest: int) -> Cache:
         """Zeros for the keys and values of `longest` tokens in each of `batch` rows, over all layers."""

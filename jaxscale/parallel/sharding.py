@@ -141,4 +141,3 @@ def parameter_spec(name: str, axes: Sequence[str], shape: Sequence[int], sizes: 
 
 def _divisors(n: int) -> str:
     return ", ".join(str(d) for d in range(1, min(n, 4096) + 1) if n % d == 0)
-

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,7 +87,7 @@ class Run:
     """The same for evaluation, with one microstep."""
 
     @cached_property
-    def initialize(self) -> Callable[[], TrainState]:
+    def initialize(self) -> Any:
         """Jitted: the state before the first update, made in place on every mesh with the same bits."""
 
         def initialize() -> TrainState:
@@ -155,11 +155,13 @@ def build(config: Config, devices: Sequence[jax.Device], lengths: Lengths, mask_
         dtype=precision.compute,
     )
     if config.objective.kind == "masked" and config.objective.mask_id is None and mask_id is None:
-        raise Refused("objective.mask_id is not set and the dataset's tokenizer has no mask token; set objective.mask_id")
+        raise Refused(
+            "objective.mask_id is not set and the dataset's tokenizer has no mask token; set objective.mask_id"
+        )
 
     objective = make_objective(config, mask_id)
     abstract = nnx.eval_shape(lambda: make_model(config, precision))
-    structure, parameters, _ = nnx.split(abstract, Parameter, ...)
+    structure, parameters, *_ = nnx.split(abstract, Parameter, ...)
     axes = parameter_axes(parameters)
     schedule = make_schedule(
         config.schedule, config.optimizer.learning_rate, lengths.steps, warmup=lengths.warmup, decay=lengths.decay
@@ -178,7 +180,8 @@ def build(config: Config, devices: Sequence[jax.Device], lengths: Lengths, mask_
         state=abstract_state(config, precision, optimizer, axes, mesh, sizes),
         batch=_on_mesh(objective.batch(*batch_shape(config, sizes)), mesh),
         evaluation_batch=_on_mesh(
-            objective.batch(1, config.evaluate.batch_size or config.batch.global_size, config.data.sequence_length), mesh
+            objective.batch(1, config.evaluate.batch_size or config.batch.global_size, config.data.sequence_length),
+            mesh,
         ),
     )
 
@@ -213,7 +216,8 @@ def make_model(config: Config, precision: Precision) -> Transformer:
 
 def make_parameters(config: Config, precision: Precision) -> tuple[dict[str, Any], dict[str, Any]]:
     """Initial parameters and model state as nested dicts of arrays."""
-    _, parameters, model_state = nnx.split(make_model(config, precision), Parameter, ...)
+    _, parameters, *rest = nnx.split(make_model(config, precision), Parameter, ...)
+    (model_state,) = rest
     return nnx.to_pure_dict(parameters), nnx.to_pure_dict(model_state)
 
 

@@ -72,7 +72,7 @@ class MetricsHook(BaseHook):
         flops_per_token: float,
         peak_flops: float | None,
     ) -> None:
-        """`place(step)`: where an update stands; `peak_flops`: of all devices together, FLOP/s, None where not known."""
+        """`place(step)`: where an update stands; `peak_flops`: FLOP/s of all devices together, None if not known."""
         self._sinks = sinks
         self._every = every_steps
         self._place = place
@@ -205,9 +205,9 @@ class FiniteGuard(BaseHook):
         self._in_a_row = 0 if is_finite(update) else self._in_a_row + 1
         if self._in_a_row >= self._limit:
             raise StoppedByGuard(
-                f"loss or gradient was not finite in {self._limit} updates in a row, the last of them step {update.step} "
-                f"(loss {float(update.metrics['loss'])}, gradient norm {float(update.metrics['grad_norm'])}); no parameter "
-                "was changed by them. Lower optimizer.learning_rate or raise schedule.warmup, and look at the data with "
+                f"loss or gradient was not finite in {self._limit} updates in a row, the last of them {update.step} "
+                f"(loss {float(update.metrics['loss'])}, gradient norm {float(update.metrics['grad_norm'])}); they "
+                "have changed no parameter. Lower optimizer.learning_rate, raise schedule.warmup, or look at the data: "
                 f"`jaxscale data show CONFIG --step {update.step}`"
             )
 

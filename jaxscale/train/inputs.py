@@ -15,7 +15,7 @@ def open_datasets(config: Config, console: Console) -> tuple[TokenDataset, dict[
     """The training dataset and the validation splits by name.
 
     Raises:
-        Refused: a dataset is missing or not whole, was built with another tokenizer, or has tokens that the model lacks.
+        Refused: a dataset is missing or not whole, or has another tokenizer or tokens that the model lacks.
     """
     if config.data.build is not None:
         build(config, console)
@@ -37,7 +37,11 @@ def open_datasets(config: Config, console: Console) -> tuple[TokenDataset, dict[
 def build(config: Config, console: Console) -> None:
     """Builds what `data.build` describes unless it is there, with a bar for each part of the work."""
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=24), TimeRemainingColumn(), console=console, transient=True
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
     )
     tasks: dict[str, TaskID] = {}
 

@@ -149,7 +149,7 @@ def generate(config: Config, prompt: str) -> str:
 
 
 def describe(config: Config) -> dict[str, Any]:
-    """Numbers that follow from a config alone; lengths in epochs need the dataset and are None where it is not there."""
+    """Numbers that follow from a config alone; a length in epochs is None where the dataset is not there."""
     length = config.data.sequence_length
     tokens = config.batch.global_size * length
     rows = TokenDataset.open(config.data.train).rows(length) if (config.data.train / "dataset.json").exists() else None
@@ -255,9 +255,7 @@ def make_hooks(
             )
         )
     if config.profile.steps:
-        hooks.append(
-            ProfileHook(config.run_dir / "profile", first, config.profile.first_step, config.profile.steps)
-        )
+        hooks.append(ProfileHook(config.run_dir / "profile", first, config.profile.first_step, config.profile.steps))
     if config.guard.watchdog_seconds is not None:
         hooks.append(WatchdogHook(Watchdog(config.guard.watchdog_seconds)))
     return hooks

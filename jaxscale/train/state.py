@@ -78,4 +78,3 @@ def to_int(number: np.ndarray | jax.Array) -> int:
     """A 64-bit number `[2] uint32` as a Python integer."""
     high, low = np.asarray(number)
     return (int(high) << 32) | int(low)
-

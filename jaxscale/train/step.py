@@ -60,7 +60,7 @@ def make_train_step(
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (state.params, terms))
         (gradient, terms), _ = jax.lax.scan(microstep, zeros, inputs)
 
-        losses = {name: term.sum / jnp.maximum(term.count, 1) for name, term in terms.items()}
+        losses = {name: term.total / jnp.maximum(term.items, 1) for name, term in terms.items()}
         gradient_norm = optax.tree.norm(gradient)
         finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(gradient_norm)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)

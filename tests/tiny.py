@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from jaxscale.model.layers import ParameterAxes
 from jaxscale.model.objective import Examples, row_keys
 from jaxscale.model.transformer import Transformer
 from jaxscale.train.build import Lengths, Run, build
+from jaxscale.train.state import TrainState
 
 DECODER = {"vocabulary_size": 250, "embed_dim": 64, "layers": 2, "heads": 4, "kv_heads": 4, "mlp_dim": 96}
 ENCODER = {
@@ -156,3 +158,9 @@ def traced_shapes(function: Callable[..., Any], *arguments: Any) -> list[tuple[i
                     yield from within(inner)
 
     return list(within(jax.make_jaxpr(function)(*arguments).jaxpr))
+
+
+def random_state(run: Run) -> TrainState:
+    """The state before the first update, with `random_params`; nothing is compiled."""
+    zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), run.state)
+    return replace(zeros, params=random_params(run))

@@ -314,7 +314,7 @@ class EvaluateConfig(Section):
     batch_size: PositiveInt | None = None
     """Sequences in an evaluation step, over all devices; unset: batch.global_size. Results do not depend on it."""
     rows: PositiveInt | None = None
-    """Evaluate only this many first rows of each split; unset: all."""
+    """Evaluate only so many rows of each split, evenly spread over it; unset: all."""
 
 
 class MetricsConfig(Section):

@@ -130,6 +130,19 @@ class Order:
         )
 
 
+@dataclass(frozen=True)
+class Spread(Order):
+    """So many rows of a dataset, evenly spread over it in stored order, then only padding rows: for evaluation."""
+
+    wanted: int = 0
+
+    def rows_of(self, cursors: np.ndarray) -> np.ndarray:
+        """As of an Order; `[n] int64`."""
+        cursors = np.asarray(cursors, np.int64)
+        rows = self.rows[self.phases[0].sequence_length]
+        return np.where(cursors < self.wanted, cursors * rows // self.wanted, -1)
+
+
 @lru_cache(maxsize=4096)
 def epoch_key(fingerprint: str, seed: int, sequence_length: int, epoch: int) -> np.ndarray:
     """`[ROUNDS] uint64` of the Philox stream keyed by the dataset, the seed, the view, the purpose and the epoch."""

@@ -86,7 +86,7 @@ def _cross_entropy(rows: Rows, output: Output, settings: Settings) -> Sums:
 
 def _forward(rows: Rows, output: Output, settings: Settings) -> tuple[Sums, tuple[jax.Array, Output]]:
     d_hidden, (sums, d_output) = over_rows(lambda rows, output: _gradients(rows, output, settings), rows, output)
-    return sums, (d_hidden, jax.tree.map(lambda d, x: d.astype(x.dtype), d_output, output))
+    return sums, (d_hidden, d_output)
 
 
 def _backward(settings: Settings, saved: tuple[jax.Array, Output], gradients: Sums) -> tuple[Rows, Output]:
@@ -122,8 +122,9 @@ def _gradients(rows: Rows, output: Output, settings: Settings) -> tuple[jax.Arra
         return (jax.tree.map(jnp.add, sums, new_sums), Output(d_table, d_bias)), d_hidden
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), output)
-    carry, d_hidden = _over_chunks(add, (_zeros(), zeros), rows, settings.chunk)
-    return d_hidden, carry
+    (sums, d_output), d_hidden = _over_chunks(add, (_zeros(), zeros), rows, settings.chunk)
+    # Cast before the shards' gradients are added up, as those of all other parameters: half the bytes travel.
+    return d_hidden, (sums, jax.tree.map(lambda d, x: d.astype(x.dtype), d_output, output))
 
 
 def _losses(chunk: Rows, output: Output, settings: Settings) -> tuple[Sums, jax.Array, jax.Array]:

@@ -99,7 +99,12 @@ def over_rows(function: Callable[..., tuple[Any, Any]], by_row: Any, shared: Any
     results, sums = jax.shard_map(
         shard, in_specs=(rows, PartitionSpec()), out_specs=(rows, rows), axis_names=set(DATA_AXES), check_vma=False
     )(by_row, shared)
-    return results, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+    return results, jax.tree.map(_sum_over_shards, sums)
+
+
+def _sum_over_shards(parts: jax.Array) -> jax.Array:
+    """The sum over the first axis in the dtype of the parts; `jnp.sum` would send the narrow ones as float32."""
+    return jax.lax.reduce(parts, jnp.zeros((), parts.dtype), jax.lax.add, (0,))
 
 
 def parameter_spec(name: str, axes: Sequence[str], shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxscale.data.feed import Feed
-from jaxscale.data.order import Order, Phase
+from jaxscale.data.order import Phase, Spread
 from jaxscale.data.store import TokenDataset
 from jaxscale.train.build import Run
 from jaxscale.train.state import ModelArrays
@@ -30,7 +30,7 @@ def evaluate(run: Run, evaluation_step: Any, model: ModelArrays, dataset: TokenD
         run: what `evaluation_step` was built from.
         evaluation_step: compiled, or jitted.
         model: its arrays, on the run's mesh.
-        dataset: what to evaluate on; its first `evaluate.rows` rows, or all.
+        dataset: what to evaluate on; `evaluate.rows` of its rows, or all.
 
     Returns:
         For each term of the objective its mean (`loss` in nats a token), and `perplexity`, `bits_per_byte` (None for a
@@ -39,7 +39,8 @@ def evaluate(run: Run, evaluation_step: Any, model: ModelArrays, dataset: TokenD
     batch, length = run.evaluation_batch["tokens"].shape[1:]
     rows = dataset.rows(length)
     wanted = min(rows, run.config.evaluate.rows or rows)
-    order = Order(dataset.fingerprint, 0, {length: wanted}, False, (Phase(0, batch, length),), epochs=1)
+    phases = (Phase(0, batch, length),)
+    order = Spread(dataset.fingerprint, 0, {length: rows}, False, phases, wanted=wanted)
     steps = math.ceil(wanted / batch)
     feed = Feed(dataset, order, run.evaluation_batch, run.config.data, first_step=0, last_step=steps)
 

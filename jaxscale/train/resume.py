@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxscale.cluster.distributed import exchange
 from jaxscale.config.diff import Change, compare, flatten
 from jaxscale.config.errors import Refused
 from jaxscale.config.schema import Config
@@ -30,13 +31,13 @@ class Checkpoint:
 
 
 def newest(run_dir: Path) -> Checkpoint | None:
-    """The newest complete checkpoint, None if there is none."""
+    """The newest complete checkpoint that process 0 sees, None if there is none; all processes must ask."""
     folder = run_dir / "checkpoints"
-    steps = complete_steps(folder)
-    if not steps:
+    step = int(exchange(str(max(complete_steps(folder), default=-1)).encode())[0])
+    if step < 0:
         return None
-    stored = read_metadata(folder, steps[-1])
-    return Checkpoint(steps[-1], stored["config"], stored["dataset"])
+    stored = read_metadata(folder, step)
+    return Checkpoint(step, stored["config"], stored["dataset"])
 
 
 def metadata(config: Config, dataset_fingerprint: str) -> dict[str, Any]:

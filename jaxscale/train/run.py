@@ -59,9 +59,9 @@ def train(config: Config) -> None:
         Refused, Fault, StoppedByGuard, StoppedEarly: see `config/errors.py`.
     """
     ledger = Ledger()
-    saved = newest(config.run_dir)
     with joined(config) as processes, StopSignal() as stop, ExitStack() as stack:
-        console = Console(quiet=not processes.first, highlight=False)
+        console = Console(quiet=not processes.first, highlight=False, soft_wrap=True)
+        saved = newest(config.run_dir)
         with ledger.phase("prepare data"):
             dataset, validation = open_datasets(config, console)
         lengths = resolve_lengths(config, dataset.rows(config.data.sequence_length))

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxscale.config.schema import DataConfig
 from jaxscale.data.loader import HostBatch, batches, row_digests
-from jaxscale.data.order import Order
+from jaxscale.data.order import Order, Spread
 from jaxscale.data.store import TokenDataset
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
@@ -36,7 +36,7 @@ class Feed:
     def __init__(
         self,
         dataset: TokenDataset,
-        order: Order,
+        order: Order | Spread,
         shapes: Shapes,
         config: DataConfig,
         *,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.config.schema import Config
-from jaxscale.data.order import Order, Phase, cursor_at_step, phase_at
+from jaxscale.data.order import Order, Phase, Spread, cursor_at_step, phase_at
 from jaxscale.data.store import TokenDataset
 
 
@@ -41,7 +41,7 @@ def make_order(config: Config, dataset: TokenDataset) -> Order:
     return Order(dataset.fingerprint, config.seed, {length: dataset.rows(length)}, config.data.shuffle, phases)
 
 
-def batch_at(dataset: TokenDataset, order: Order, step: int, rows: np.ndarray) -> HostBatch:
+def batch_at(dataset: TokenDataset, order: Order | Spread, step: int, rows: np.ndarray) -> HostBatch:
     """The given rows (`[n]` row numbers within the global batch) of the batch of update `step` (from 0)."""
     cursor = cursor_at_step(order.phases, step)
     length = phase_at(order.phases, cursor).sequence_length
@@ -50,7 +50,7 @@ def batch_at(dataset: TokenDataset, order: Order, step: int, rows: np.ndarray) -
 
 def batches(
     dataset: TokenDataset,
-    order: Order,
+    order: Order | Spread,
     first_step: int,
     last_step: int,
     rows: np.ndarray,

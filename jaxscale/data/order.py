@@ -89,8 +89,6 @@ class Order:
     shuffle: bool
     """A new permutation of the rows each epoch; False: stored order."""
     phases: tuple[Phase, ...]
-    epochs: int | None = None
-    """Passes over each view, after which there are only padding rows (-1); None: without end."""
 
     def __post_init__(self) -> None:
         check_phases(self.phases)
@@ -113,7 +111,7 @@ class Order:
                 chosen = epoch == number
                 key = epoch_key(self.fingerprint, self.seed, length, int(number))
                 result[chosen] = permutation(index[chosen], rows, key)
-        return result if self.epochs is None else np.where(epoch < self.epochs, result, -1)
+        return result
 
     def batch(self, cursor: int) -> np.ndarray:
         """Rows of the whole global batch that begins at this cursor, `[global_batch] int64`."""
@@ -131,16 +129,20 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Spread(Order):
-    """So many rows of a dataset, evenly spread over it in stored order, then only padding rows: for evaluation."""
+class Spread:
+    """So many rows of a dataset, evenly spread over it in stored order, then only padding rows (-1): for evaluation."""
 
-    wanted: int = 0
+    rows: int
+    """Rows of the dataset."""
+    wanted: int
+    """How many of them; at most `rows`."""
+    phases: tuple[Phase]
+    """The one phase."""
 
     def rows_of(self, cursors: np.ndarray) -> np.ndarray:
-        """As of an Order; `[n] int64`."""
+        """Rows at these cursors, `[n]` integers -> `[n] int64`."""
         cursors = np.asarray(cursors, np.int64)
-        rows = self.rows[self.phases[0].sequence_length]
-        return np.where(cursors < self.wanted, cursors * rows // self.wanted, -1)
+        return np.where(cursors < self.wanted, cursors * self.rows // self.wanted, -1)
 
 
 @lru_cache(maxsize=4096)

@@ -39,8 +39,7 @@ def evaluate(run: Run, evaluation_step: Any, model: ModelArrays, dataset: TokenD
     batch, length = run.evaluation_batch["tokens"].shape[1:]
     rows = dataset.rows(length)
     wanted = min(rows, run.config.evaluate.rows or rows)
-    phases = (Phase(0, batch, length),)
-    order = Spread(dataset.fingerprint, 0, {length: rows}, False, phases, wanted=wanted)
+    order = Spread(rows, wanted, (Phase(0, batch, length),))
     steps = math.ceil(wanted / batch)
     feed = Feed(dataset, order, run.evaluation_batch, run.config.data, first_step=0, last_step=steps)
 

@@ -80,7 +80,7 @@ def test_peaks(kind: str, dtype: str, peak: float | None) -> None:
 
 
 def test_ledger_of_a_run_adds_up_to_the_wall_clock(tmp_path: Path) -> None:
-    """From the birth of the process to the closing of the ledger, phases miss less than 1 %; only the exit comes after."""
+    """From the birth of the process to the closing of the ledger, phases miss less than 1 %; the exit follows."""
     place = Workplace(tmp_path)
     for attempt in range(2):
         begin = time.time()

@@ -78,7 +78,9 @@ def imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, f"{path}: relative import"
-            submodules = {alias.name for alias in node.names if (PACKAGE.parent / node.module.replace(".", "/")).is_dir()}
+            submodules = {
+                alias.name for alias in node.names if (PACKAGE.parent / node.module.replace(".", "/")).is_dir()
+            }
             found |= {node.module} | {f"{node.module}.{name}" for name in submodules}
     return found
 

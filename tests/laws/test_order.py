@@ -12,6 +12,7 @@ from jaxscale.data.loader import HostBatch, batch_digest, batches, row_digests
 from jaxscale.data.order import (
     Order,
     Phase,
+    Spread,
     cursor_at_step,
     epoch_key,
     permutation,
@@ -120,9 +121,10 @@ def test_every_row_once_an_epoch_and_epochs_differ(dataset: TokenDataset) -> Non
     assert stored.rows_of(np.arange(2 * rows)).tolist() == [*range(rows)] * 2
 
 
-def test_after_the_last_epoch_there_is_padding(dataset: TokenDataset) -> None:
+def test_rows_for_evaluation_are_spread_and_then_padding(dataset: TokenDataset) -> None:
     rows = dataset.rows(SEQUENCE)
-    once = replace(order_of(dataset), shuffle=False, epochs=1)
+    assert Spread(10, 4, (Phase(0, BATCH, SEQUENCE),)).rows_of(np.arange(6)).tolist() == [0, 2, 5, 7, -1, -1]
+    once = Spread(rows, rows, (Phase(0, BATCH, SEQUENCE),))
     assert once.rows_of(np.arange(rows - 2, rows + 2)).tolist() == [rows - 2, rows - 1, -1, -1]
     steps = -(-rows // BATCH)
     *_, last = batches(dataset, once, 0, steps, np.arange(BATCH), 1, 4)

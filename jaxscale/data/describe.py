@@ -10,7 +10,7 @@ import numpy as np
 from jaxscale.config.errors import Refused
 from jaxscale.data.loader import batch_at, batch_digest, row_digests
 from jaxscale.data.order import Order, cursor_at_step, phase_at
-from jaxscale.data.store import PADDING_ROW, TokenDataset
+from jaxscale.data.store import TokenDataset
 
 
 def inspect(folder: Path) -> dict[str, Any]:
@@ -64,8 +64,7 @@ def show_rows(dataset: TokenDataset, order: Order, step: int, row: int | None = 
     for number in range(phase.global_batch) if row is None else [row]:
         tokens, index = batch.tokens[number, : batch.lengths[number]], int(indices[number])
         documents, begin = [], 0
-        spans = [] if index == PADDING_ROW else dataset.documents_in_row(index, phase.sequence_length)
-        for span in spans:
+        for span in dataset.documents_in_row(index, phase.sequence_length):
             end = begin + span.last - span.first + 1
             documents.append({**span._asdict(), "text": tokenizer.decode(tokens[begin:end])})
             begin = end

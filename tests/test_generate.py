@@ -115,11 +115,13 @@ def test_only_the_tokenizers_tokens_are_chosen() -> None:
 
 
 def test_the_same_key_gives_the_same_text() -> None:
-    continue_prompts = generator(run_of("llama"), temperature=1.0)
+    """And draws anew for each token: of all but equal probabilities, not the same one again and again."""
+    continue_prompts = generator(run_of("llama"), temperature=1e4)
     first, again, other = (continue_prompts(seed=seed) for seed in (0, 0, 1))
     np.testing.assert_array_equal(first, again)
-    assert (first[:, PROMPT:] != other[:, PROMPT:]).any()
     assert (first[:, :PROMPT] == prompts()).all()
+    drawn = np.concatenate([first[:, PROMPT:], other[:, PROMPT:]])
+    assert len(np.unique(drawn)) > 0.8 * drawn.size
 
 
 PROBABILITIES = np.array([0.05, 0.4, 0.02, 0.3, 0.08, 0.15])

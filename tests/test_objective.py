@@ -24,6 +24,7 @@ def random_batch(seed: int) -> dict[str, np.ndarray]:
     real = np.arange(SEQUENCE) < lengths[:, None]
     starts = (random.random((ROWS, SEQUENCE)) < 0.2) & real
     starts[::2, 0] = real[::2, 0]
+    starts[2, 1:] = False  # one document that fills its row
     tokens = np.where(real, random.integers(0, 250, (ROWS, SEQUENCE)), 0)
     return {"tokens": tokens.astype(np.int32), "starts": starts, "lengths": lengths.astype(np.int32)}
 

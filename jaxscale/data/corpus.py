@@ -17,7 +17,7 @@ from jaxscale.config.errors import Refused
 from jaxscale.config.schema import BuildConfig
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
-"""Folders under the standard library that are not part of the corpus `python-stdlib`; `encodings` is tables of numbers."""
+"""Folders under the standard library that are not part of the corpus `python-stdlib`; `encodings` is number tables."""
 
 KEPT_EXAMPLES = 20
 """Malformed lines or files that a tally lists one by one; all are counted."""

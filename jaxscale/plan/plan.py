@@ -36,7 +36,7 @@ def plan(config: Config) -> dict[str, Any]:
     distributed.start(in_one_process(config.cluster))
     run = build_without_data(config)
     begin = time.perf_counter()
-    compiled = run.lower_train_step().compile()
+    compiled = run.compile(run.lower_train_step())
     seconds = time.perf_counter() - begin
     memory = compiled.memory_analysis()
     tokens = config.batch.global_size * config.data.sequence_length

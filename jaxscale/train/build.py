@@ -131,6 +131,11 @@ class Run:
         with jax.set_mesh(self.mesh):
             return self.initialize.lower()
 
+    def compile(self, lowered: Any) -> Any:
+        """A lowered function compiled for the mesh's devices, as `precision.deterministic` asks."""
+        deterministic = self.config.precision.deterministic and self.mesh.devices.flat[0].platform == "gpu"
+        return lowered.compile({"xla_gpu_deterministic_ops": True} if deterministic else None)
+
 
 def build(config: Config, devices: Sequence[jax.Device], lengths: Lengths, mask_id: int | None) -> Run:
     """Everything that a run computes with, on these devices; nothing is computed or compiled.
@@ -201,9 +206,9 @@ class Steps:
 def compile_steps(run: Run, *, evaluates: bool, initializes: bool) -> Steps:
     """Compiles what a run needs before its first update, side by side."""
     with ThreadPoolExecutor() as pool:
-        train = pool.submit(run.lower_train_step().compile)
-        initialize = pool.submit(run.lower_initialize().compile) if initializes else None
-        evaluate = pool.submit(run.lower_evaluation_step().compile) if evaluates else None
+        train = pool.submit(run.compile, run.lower_train_step())
+        initialize = pool.submit(run.compile, run.lower_initialize()) if initializes else None
+        evaluate = pool.submit(run.compile, run.lower_evaluation_step()) if evaluates else None
         return Steps(
             train.result(), evaluate.result() if evaluate else None, initialize.result() if initialize else None
         )

@@ -1,0 +1,1 @@
+"""The Transformer: its parts, its losses and objectives, and generation."""

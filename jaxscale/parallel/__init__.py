@@ -1,0 +1,1 @@
+"""Where arrays lie on the mesh."""

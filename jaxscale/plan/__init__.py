@@ -1,0 +1,1 @@
+"""What a run will take, read from its compiled step."""

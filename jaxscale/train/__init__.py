@@ -1,0 +1,1 @@
+"""From a config to a trained model: the step, the loop around it, and the verbs."""

@@ -321,7 +321,7 @@ class MetricsConfig(Section):
     """What is written to metrics.jsonl."""
 
     every_steps: PositiveInt = 1
-    """Updates between lines."""
+    """Updates between lines; the last update always has one."""
     batch_digest: bool = False
     """Add the sha256 of the global batch's token ids to each line."""
 

@@ -61,28 +61,29 @@ class BaseHook:
 
 
 class MetricsHook(BaseHook):
-    """A line for every n-th update."""
+    """A line for every n-th update and the last."""
 
     def __init__(
         self,
         sinks: Sequence[Sink],
         *,
-        every_steps: int,
+        wanted: Callable[[int], bool],
         place: Callable[[int], dict[str, int]],
         flops_per_token: float,
         peak_flops: float | None,
     ) -> None:
-        """`place(step)`: where an update stands; `peak_flops`: FLOP/s of all devices together, None if not known."""
+        """`wanted(step)`: whether to write a line; `place(step)`: where an update stands; `peak_flops`: FLOP/s of all
+        devices together, None if not known."""
         self._sinks = sinks
-        self._every = every_steps
+        self._wanted = wanted
         self._place = place
         self._flops_per_token, self._peak = flops_per_token, peak_flops
 
     def read(self, update: Update) -> None:
         """Writes the line, if it is this update's turn."""
-        digest = {} if update.batch.digests is None else {"batch_digest": global_digest(update.batch)}
-        if update.step % self._every:
+        if not self._wanted(update.step):
             return
+        digest = {} if update.batch.digests is None else {"batch_digest": global_digest(update.batch)}
         metrics = dict(update.metrics)
         valid_tokens, skipped = to_int(metrics.pop("valid_tokens")), int(metrics.pop("skipped"))
         place = self._place(update.step)

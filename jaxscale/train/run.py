@@ -238,7 +238,7 @@ def make_hooks(
         FiniteGuard(config.guard.nonfinite_updates),
         MetricsHook(
             sinks,
-            every_steps=config.metrics.every_steps,
+            wanted=every(config.metrics.every_steps, last),
             place=place,
             flops_per_token=flops_per_token(config.model, config.data.sequence_length),
             peak_flops=None if peak is None else peak * run.mesh.devices.size,

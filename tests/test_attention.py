@@ -31,6 +31,11 @@ class Case(NamedTuple):
     kv_heads: int = 1
     rows: int = 2
 
+    def __str__(self) -> str:
+        marks = {"documents": self.documents, "padded": self.padded, f"{self.heads}:{self.kv_heads}": True}
+        direction = "causal" if self.causal else "encoder"
+        return " ".join([str(self.length), direction, *(mark for mark, holds in marks.items() if holds)])
+
 
 # Bands of two blocks (and one of one) where it is causal, one of 17 where it is not: loops; then a rest.
 LONG = [Case(2200, causal, documents=True, heads=1, kv_heads=1, rows=1) for causal in (True, False)]
@@ -113,7 +118,7 @@ def output_and_gradients(arrays: dict[str, jax.Array], mask: Mask) -> dict[str, 
 @cache
 def compiled(case: Case) -> jax.stages.Compiled:
     """`output_and_gradients` for the shapes of a case."""
-    return jax.jit(output_and_gradients).lower(inputs(case), masks(case)[0]).compile()
+    return jax.jit(output_and_gradients).lower(inputs(case), masks(case)[0]).compile(tiny.QUICK)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -221,7 +226,11 @@ def loss_and_gradients(model: str, across: bool) -> tuple[Any, Any, Any]:
     def loss(params: Any, examples: Examples) -> jax.Array:
         return run.objective.loss(tiny.merge(run, params), examples, None)[0]
 
-    return tiny.random_params(run), jax.jit(partial(tiny.examples, run)), jax.jit(jax.value_and_grad(loss))
+    return (
+        tiny.random_params(run),
+        jax.jit(partial(tiny.examples, run)),
+        jax.jit(jax.value_and_grad(loss), compiler_options=tiny.QUICK),
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)

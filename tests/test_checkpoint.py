@@ -253,7 +253,7 @@ def test_unwritable_folder_is_found_at_once(tmp_path: Path) -> None:
 begin(1)
 try:
     Checkpoints(folder / "file" / "checkpoints", keep=1).prepare()
-except Fault as fault:
+except Refused as fault:
     print(fault)
 """,
         str(tmp_path),

@@ -45,7 +45,7 @@ def generator(run: Run, **settings: Any) -> Callable[..., np.ndarray]:
     settings = {"temperature": 0.0, "top_p": 1.0, "vocabulary_size": 250} | settings
     params = tiny.random_params(run)
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=tiny.QUICK)
     def continue_prompts(params: Any, key: jax.Array, end_id: int) -> jax.Array:
         return generate(tiny.merge(run, params), prompts(), key, longest=LONGEST, end_id=end_id, **settings)
 
@@ -76,7 +76,7 @@ def test_a_cache_is_filled_in_any_portions() -> None:
     """Hidden states of a prompt at once, and of its tokens in two portions."""
     run = run_of("grouped queries")
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=tiny.QUICK)
     def extend(params: Any, tokens: jax.Array) -> Any:
         model = tiny.merge(run, params)
         whole, cache = model.extend(tokens, model.empty_cache(3, LONGEST), 0)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxscale.config.schema import ModelConfig, RopeConfig
 from jaxscale.model.attention import Mask
 from jaxscale.model.layers import Norm, dropout, rope_tables, rotate
 from jaxscale.model.objective import row_keys
-from jaxscale.model.transformer import Transformer
-from jaxscale.precision import Precision
 from tests import tiny
 
 HEAD_DIM, POSITIONS = 128, 8192
@@ -101,7 +98,13 @@ def test_norms(kind: str, dtype: Any) -> None:
     random = np.random.default_rng(3)
     x = jnp.asarray(100 + random.normal(size=(2, 3, 64)), dtype)
     scale, bias = random.normal(size=(2, 64))
-    norm = Norm(ModelConfig(**tiny.DECODER, norm_epsilon=1e-2), "embed", 64, kind=kind, dtype=jnp.dtype(dtype))
+    norm = Norm(
+        ModelConfig.model_validate({**tiny.DECODER, "norm_epsilon": 1e-2}),
+        "embed",
+        64,
+        kind=kind,
+        dtype=jnp.dtype(dtype),
+    )
     norm.scale[...] = jnp.asarray(scale, jnp.float32)
     wide = np.asarray(x, np.float64)
     if kind == "layer":
@@ -154,42 +157,37 @@ def test_no_keys_or_no_rate_is_no_dropout() -> None:
 def test_dropout_masks_of_a_model() -> None:
     """Masks differ by layer, by place in the layer, by row and by step; the same keys give the same masks.
 
-    The model is one whose residual stream tells the masks: its embeddings are a constant c, each branch adds the
-    constant b of its output's bias, so that every element of the result is c m0 + b1 m1 + ... with masks m.
+    The model is one whose residual stream tells the masks. All its weights are zero but the embeddings, which are 1,
+    and the biases that end its branches, which are 10, 100, ...: so an element of the stream is a number whose decimal
+    digits say which masks have kept it.
     """
-    model = Transformer(nnx.Rngs(params=0), ModelConfig(**DROPPED), Precision(jnp.dtype(jnp.float32)))
-    structure, params = nnx.split(model)
-    flat = dict(nnx.to_flat_state(params))
-    for parameter in flat.values():
-        parameter[...] = jnp.zeros_like(parameter[...])
-    # Powers of 10: each digit of an element of the residual stream, scaled by the kept share, is one mask.
-    branches = [("layers", "attention", "output", "bias"), ("layers", "mlp", "down", "bias")]
-    flat["embedding", "tokens", "table"][...] = jnp.ones_like(flat["embedding", "tokens", "table"][...])
-    for place, path in enumerate(branches):
-        layers = flat[path][...]
-        flat[path][...] = jnp.ones_like(layers) * 10.0 ** (1 + place + 2 * jnp.arange(3.0))[:, None]
-    model = nnx.merge(structure, nnx.from_flat_state(flat))
-    model.final_norm = None
-    tokens = jnp.zeros((4, 64), jnp.int32)
-    run = jax.jit(lambda keys: model(tokens, tokens, Mask(causal=True), keys) * 0.75)
+    run = tiny.make_run(tiny.config(DROPPED, mesh={"fsdp": 1}))
+    params = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), run.state.params)
+    params["embedding"]["tokens"]["table"] += 1
+    params["layers"]["attention"]["output"]["bias"] += np.array([[1e1], [1e3], [1e5]], np.float32)
+    params["layers"]["mlp"]["down"]["bias"] += np.array([[1e2], [1e4], [1e6]], np.float32)
 
-    def masks(keys: jax.Array) -> dict[tuple[int, int], np.ndarray]:
-        """By (place, row), whether each element is kept; places: embeddings, then two a layer."""
-        values = np.rint(np.asarray(run(keys), np.float64)).astype(int)
-        digits = {(place, row): values[row] // 10**place % 10 for place in range(7) for row in range(4)}
-        assert all(set(np.unique(mask)) == {0, 1} for mask in digits.values())
-        return digits
+    @partial(jax.jit, compiler_options=tiny.QUICK)
+    def stream(keys: jax.Array | None) -> jax.Array:
+        model = tiny.merge(run, jax.tree.map(jnp.asarray, params))
+        model.final_norm = None
+        tokens = jnp.zeros((4, 64), jnp.int32)
+        return model(tokens, tokens, Mask(causal=True), keys)
 
-    first, second = masks(keys(1)), masks(keys(2))
-    all_masks = [*first.values(), *second.values()]
-    assert len(all_masks) == 2 * 7 * 4
-    for mask in all_masks:
+    def masks(keys: jax.Array) -> list[np.ndarray]:
+        """For each of 7 places (the embeddings, two a layer) and each row, which elements are kept."""
+        digits = np.rint(0.75 * np.asarray(stream(keys), np.float64)).astype(int)
+        found = [digits[row] // 10**place % 10 for place in range(7) for row in range(4)]
+        assert all(set(np.unique(mask)) == {0, 1} for mask in found)
+        return found
+
+    first, again, second = masks(keys(1)), masks(keys(1)), masks(keys(2))
+    np.testing.assert_array_equal(first, again)
+    for mask in (*first, *second):
         assert abs(mask.mean() - 0.75) < 0.05
-    for one, other in itertools.combinations(all_masks, 2):
+    for one, other in itertools.combinations((*first, *second), 2):
         assert abs((one == other).mean() - (0.25**2 + 0.75**2)) < 0.07
-    again = masks(keys(1))
-    assert all((again[place] == first[place]).all() for place in first)
-    assert {float(x) for x in np.unique(run(None))} == {0.75 * 1111111}
+    np.testing.assert_array_equal(np.unique(stream(None)), [1111111])
 
 
 REMAT = ("none", "dots", "full")
@@ -204,7 +202,7 @@ def gradients(remat: str) -> tuple[Any, Any]:
         examples = tiny.examples(run, tiny.host_batch(run))
         return run.objective.loss(tiny.merge(run, params), examples, keys(0, 8))[0] / 300
 
-    return jax.jit(jax.value_and_grad(loss))(tiny.random_params(run))
+    return jax.jit(jax.value_and_grad(loss), compiler_options=tiny.QUICK)(tiny.random_params(run))
 
 
 @pytest.mark.parametrize("remat", REMAT[1:])
@@ -222,7 +220,7 @@ WIDE = {**tiny.DECODER, "layers": 3, "embed_dim": 80, "heads": 5, "kv_heads": 5,
 def test_no_policy_keeps_gathered_parameters(remat: str, compute: str) -> None:
     """Under fsdp, a parameter of all layers at once exists only sharded: its layers are gathered one at a time."""
     config = tiny.config({**WIDE, "remat": remat}, mesh={"fsdp": 8}, precision={"compute": compute})
-    program = tiny.make_run(config).lower_train_step().compile().as_text()
+    program = tiny.make_run(config).lower_train_step().compile(compiler_options=tiny.QUICK).as_text()
     shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"[a-z0-9]+\[([\d,]+)\]", program)}
     up, query = (80, 176), (80, 5, 16)
     assert {up, (3, 10, 176), (3, 10, 5, 16)} <= shapes, "gathered for a layer, sharded for all"

@@ -151,7 +151,7 @@ def test_nothing_to_build_and_empty_results_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="nothing to build"):
         build(DataConfig(train=tmp_path / "train"))
     empty = jsonl(tmp_path / "empty.jsonl", ["", " "])
-    with pytest.raises(Refused, match=r"none of the corpus's 0 documents.*'empty document': 2"):
+    with pytest.raises(Refused, match=r"holds no text \(skipped: 2 x empty document\)"):
         build(config(tmp_path, files=(empty,)))
     few = jsonl(tmp_path / "few.jsonl", ["a", "b"])
     with pytest.raises(Refused, match=r"held: none of the corpus's 2 documents.*validation_share = 1e-06"):
@@ -298,3 +298,20 @@ def test_the_corpus_that_is_on_every_machine() -> None:
     found = list(documents(BuildConfig(corpus="python-stdlib"), tally))
     assert tally.skipped["malformed"] == 0 and sum(document.text_bytes for document in found) > 5_000_000
     assert len({document.id for document in found}) == len(found)
+
+
+def test_changed_tokenizer_is_noticed_and_a_moved_one_is_not_held_against_it(tmp_path: Path, corpus: str) -> None:
+    file = tmp_path / "t.json"
+    data = config(tmp_path, files=(corpus,), tokenizer=str(file), train_vocabulary=300)
+    build(data)
+    moved = tmp_path / "elsewhere" / "t.json"
+    moved.parent.mkdir()
+    moved.write_bytes(file.read_bytes())
+    assert not build(config(tmp_path, files=(corpus,), tokenizer=str(moved), train_vocabulary=300)).built
+    text = json.loads(file.read_text())
+    vocabulary = text["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[20:22]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(text))
+    with pytest.raises(Refused, match="another tokenizer"):
+        build(data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ ENCODER = {
     "head_transform": True,
 }
 STEPS = 8
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
+"""Compiler options that halve the time to compile, for programs that run for a moment only."""
 
 
 def config(model: Mapping[str, Any] = DECODER, **sections: Any) -> Config:
@@ -133,7 +135,7 @@ def examples(run: Run, host: Mapping[str, np.ndarray]) -> Examples:
 def logits_of(run: Run) -> Callable[[Any, Mapping[str, np.ndarray]], np.ndarray]:
     """`(params, host batch) -> [rows, sequence, vocabulary] float32`: all logits, the tokens shown as they are."""
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=QUICK)
     def compute(params: Any, host: Mapping[str, jax.Array]) -> jax.Array:
         ready, model = examples(run, host), merge(run, params)
         mask = Mask(run.config.model.causal, ready.segments, None if ready.segments is not None else ready.lengths)

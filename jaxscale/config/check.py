@@ -157,8 +157,8 @@ def schedule_fits(config: Config, rows: int | None) -> Mistakes:
     used = sum(count for *_, count in known)
     if used > total:
         key, text, count = known[-1]
-        together = " and ".join(key for key, *_ in known)
-        allowed = f"{together} take {used} updates of a run of {total}; at most {max(total - used + count, 0)} here"
+        together = "with the others" if len(known) > 1 else "alone"
+        allowed = f"{together} takes {used} updates of a run of {total}; at most {max(total - used + count, 0)} here"
         yield WrongValue(key, text, allowed)
 
 

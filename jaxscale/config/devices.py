@@ -47,7 +47,7 @@ def resolve_mesh(mesh: MeshConfig, devices: int) -> dict[str, int]:
         hint = (
             f"nearest: mesh.fsdp = {devices // others}" if devices % others == 0 else "one axis may be -1: what is left"
         )
-        raise WrongValue("mesh", None, f"{written} = {fixed} must be the number of devices, {devices}; {hint}")
+        raise WrongValue("mesh", None, f"the axes ({written}) make {fixed} devices, but there are {devices}; {hint}")
     return sizes
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -16,6 +17,20 @@ def replace_file(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(content)
     os.replace(temporary, path)
+
+
+def claim(path: Path) -> IO[str] | None:
+    """Hold the lock file `path` for as long as the returned file is open; None where another process holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError:  # a file system without locks
+        pass
+    return file
 
 
 @contextmanager

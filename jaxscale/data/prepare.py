@@ -133,6 +133,15 @@ def _already_built(folders: tuple[Path, ...], settings: BuildConfig) -> BuildRep
             continue
         dataset = TokenDataset.open(folder)
         was = dataset.built.get("settings", {})
+        named = Path(settings.tokenizer)
+        if settings.tokenizer != "bytes" and named.is_file():
+            # The tokenizer itself decides, not where it lies.
+            if load_tokenizer(settings.tokenizer).fingerprint != dataset.tokenizer_fingerprint:
+                raise Refused(
+                    f"{folder} was built with another tokenizer than {named} is now; "
+                    "remove the folder to build it again, or name another one"
+                )
+            was = {**was, "tokenizer": wanted["tokenizer"]}
         for key, value in wanted.items():
             if was.get(key) != value:
                 raise Refused(
@@ -172,12 +181,18 @@ def _build(folders: tuple[Path, ...], settings: BuildConfig, progress: Progress)
         for writer in writers:
             if writer.documents == 0:
                 share, there = settings.validation_share, sum(writer.documents for writer in writers)
+                if there == 0:
+                    raise Refused(f"data.build: the corpus holds no text (skipped: {_listed(built['skipped'])})")
                 raise Refused(
                     f"{writer.folder}: none of the corpus's {there} documents falls to it "
-                    f"(data.build.validation_share = {share}; skipped: {built['skipped'] or 'none'})"
+                    f"(data.build.validation_share = {share}; skipped: {_listed(built['skipped'])})"
                 )
     splits = tuple(_report(TokenDataset.open(folder)) for folder in folders)
     return BuildReport(splits, True, built["skipped"], tuple(tally.malformed), time.monotonic() - begun)
+
+
+def _listed(skipped: dict[str, int]) -> str:
+    return ", ".join(f"{count} x {reason}" for reason, count in skipped.items()) or "nothing"
 
 
 def _with_markers(ids: np.ndarray, tokenizer: Tokenizer, begin: bool) -> np.ndarray:

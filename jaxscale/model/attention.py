@@ -119,7 +119,7 @@ def attention(
 
 
 def choose_implementation(asked: str, platform: str, *, documents: bool, dtype: jnp.dtype) -> str:
-    """ "cudnn" or "blockwise", by what the devices (`platform`) and the mask allow.
+    """Either "cudnn" or "blockwise", by what the devices (`platform`) and the mask allow.
 
     cuDNN's kernel has no document mask but a bias of the size of the scores, and no float32.
 

@@ -2,7 +2,7 @@
 
 The host sends token ids, document starts and row lengths; everything else (segments, positions, targets, weights,
 masks) is computed here, inside the step. An objective is pure: `examples` turns a batch into inputs and targets, and
-`terms` gives named losses, each a sum and the count that it is to be divided by.
+`loss` gives what is minimised and named losses, each a sum and the count that it is to be divided by.
 """
 
 from __future__ import annotations

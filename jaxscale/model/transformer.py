@@ -29,7 +29,7 @@ from jaxscale.model.layers import (
 )
 from jaxscale.model.mlp import ACTIVATIONS, Mlp
 from jaxscale.parallel.sharding import constrain
-from jaxscale.precision import Precision
+from jaxscale.precision import Precision, einsum_float32
 
 
 def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -101,7 +101,7 @@ class Transformer(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """All logits `[batch, sequence, vocabulary] float32` of hidden states; for generation and small tests."""
         table = self.output_table().used(self.dtype)
-        logits = jnp.einsum("bse,ve->bsv", hidden, table, preferred_element_type=jnp.float32)
+        logits = einsum_float32("bse,ve->bsv", hidden, table)
         if self.head.bias is not None:
             logits = logits + self.head.bias.used(jnp.float32)
         return logits[..., : self.config.vocabulary_size]

@@ -52,7 +52,7 @@ class Checkpoints:
         """Make the folder fit for saving: create it, write to it, check that all processes see it, remove left-overs.
 
         To be called once, before the first save and before anything slow, and only by the run that owns the folder.
-        Raises `Fault` where the folder cannot be written or is not shared by all processes.
+        Raises `Refused` where the folder cannot be written or is not shared by all processes.
         """
         probe, problem = self.folder / "writable", ""
         if self._first:
@@ -66,12 +66,12 @@ class Checkpoints:
                 problem = f"checkpoints cannot be written to {self.folder}: {error.strerror}"
         problem = exchange(problem.encode())[0].decode()
         if problem:
-            raise Fault(problem)
+            raise Refused(problem)
         sees_it = exchange(bytes([probe.exists()]))
         if self._first:
             probe.unlink()
         if blind := [index for index, answer in enumerate(sees_it) if answer != b"\x01"]:
-            raise Fault(
+            raise Refused(
                 f"process {blind[0]} does not see what process 0 wrote to {self.folder}: runs_dir must be on a "
                 "file system that all hosts share"
             )

@@ -6,6 +6,7 @@ in place every few seconds, so that a killed attempt loses no more than these.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -86,8 +87,12 @@ def read_attempts(path: Path) -> list[dict[str, float]]:
     """Seconds by phase of each attempt in ledger.jsonl, oldest first; empty if there is no file."""
     if not path.exists():
         return []
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line)["seconds"] for line in whole.splitlines()]
+    whole, _, _ = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
+    attempts = []
+    for line in whole.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # what a broken disk or a bad edit left
+            attempts.append(json.loads(line)["seconds"])
+    return attempts
 
 
 def read_totals(path: Path) -> dict[str, float]:

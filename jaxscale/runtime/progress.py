@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -23,7 +25,7 @@ class ProgressBar:
         self._last = last
         self._validation = ""
         self._printed = 0.0
-        self._begun, self._first = time.monotonic(), first
+        self._pace: deque[float] = deque(maxlen=20)
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = Progress(
@@ -44,6 +46,7 @@ class ProgressBar:
             if self._bar is None:
                 self._console.print(f"step {step:,}{self._validation}", highlight=False)
             return
+        self._pace.append(float(line["step_seconds"]))
         shown = f"loss {_number(line['loss'])}{self._validation}  {line['tokens_per_second']:,.0f} tokens/s"
         if line["mfu"] is not None:
             shown += f"  MFU {line['mfu']:.1%}"
@@ -59,9 +62,8 @@ class ProgressBar:
             self._bar.stop()
 
     def _left(self, step: int) -> str:
-        done = step - self._first
-        seconds = (time.monotonic() - self._begun) / done * (self._last - step) if done else 0
-        return f"{duration(seconds)} left"
+        """Time left at the pace of the latest updates, whose median the first, slow one does not move."""
+        return f"{duration(median(self._pace) * (self._last - step))} left"
 
 
 class _TimeLeft(ProgressColumn):

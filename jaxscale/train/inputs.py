@@ -35,7 +35,7 @@ def open_datasets(config: Config, console: Console) -> tuple[TokenDataset, dict[
 
 
 def build(config: Config, console: Console) -> None:
-    """Builds what `data.build` describes unless it is there, with a bar for each part of the work."""
+    """Builds what `data.build` describes unless it is there; a bar, in a log file a line, for each part of the work."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -46,15 +46,18 @@ def build(config: Config, console: Console) -> None:
     tasks: dict[str, TaskID] = {}
 
     def progress(what: str, done: int, total: int) -> None:
-        bar.start()
         if what not in tasks:
             tasks[what] = bar.add_task(what, total=total)
+            if console.is_terminal:
+                bar.start()
+            else:
+                console.print(f"{what} ({total / 1e6:,.1f} MB of text)")
         bar.update(tasks[what], completed=done)
 
     try:
         report = prepare.build(config.data, progress)
     finally:
-        if tasks:
+        if tasks and console.is_terminal:
             bar.stop()
     if report.built:
         for split in report.splits:

@@ -22,7 +22,7 @@ from jaxscale.config.errors import Fault, Refused, Stop, StoppedEarly
 from jaxscale.config.length import to_steps, train_length
 from jaxscale.config.schema import Config
 from jaxscale.data.feed import Feed
-from jaxscale.data.files import replace_file
+from jaxscale.data.files import claim, replace_file
 from jaxscale.data.loader import make_order
 from jaxscale.data.store import TokenDataset
 from jaxscale.flops import flops_per_token, parameter_count
@@ -61,6 +61,8 @@ def train(config: Config) -> None:
     ledger = Ledger()
     with joined(config) as processes, StopSignal() as stop, ExitStack() as stack:
         console = Console(quiet=not processes.first, highlight=False, soft_wrap=True)
+        if processes.first:
+            claim_run(config, stack)
         saved = newest(config.run_dir)
         with ledger.phase("prepare data"):
             dataset, validation = open_datasets(config, console)
@@ -165,6 +167,23 @@ def describe(config: Config) -> dict[str, Any]:
         "flops": None if steps is None else flops * tokens * steps,
         "run_directory": str(config.run_dir),
     }
+
+
+def claim_run(config: Config, stack: ExitStack) -> None:
+    """Keeps the run directory for this run until `stack` ends.
+
+    Raises:
+        Refused: the directory cannot be made, or another run is using it.
+    """
+    try:
+        lock = claim(config.run_dir / "lock")
+    except OSError as error:
+        raise Refused(
+            f"runs_dir, name: {config.run_dir} cannot be written: {error.strerror} ({error.filename})"
+        ) from error
+    if lock is None:
+        raise Refused(f"{config.run_dir} is in use by another run; wait for its end, or train under another name")
+    stack.enter_context(lock)
 
 
 @contextmanager

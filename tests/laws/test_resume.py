@@ -130,6 +130,16 @@ def test_finished_run_is_left_alone(workplace: Workplace) -> None:
     assert contents() == before
 
 
+def test_second_run_in_a_directory_is_refused(workplace: Workplace) -> None:
+    """While a run is under way, the same command is refused and does not disturb it."""
+    process = workplace.start_training("busy", "train.steps=3000")
+    wait_for(lambda: workplace.steps_done("busy") >= 1, process)
+    assert "is in use by another run" in workplace.train("busy", "train.steps=3000", code=2)
+    process.send_signal(signal.SIGTERM)
+    finish(process, 75)
+    assert workplace.checkpoints("busy") == [workplace.steps_done("busy")]
+
+
 def test_changes_on_resume(workplace: Workplace) -> None:
     """Batch, length, seed, data and architecture are refused with old and new value; the rest takes full effect."""
     workplace.train("changed", "train.steps=4")

@@ -106,13 +106,15 @@ def attention(
         implementation, _platform(), documents=mask.segments is not None, dtype=queries.dtype
     )
     if chosen == "cudnn":
+        # A row of nothing but padding keeps one key: its output counts nothing, but must not be 0 / 0.
+        lengths = None if mask.lengths is None else jnp.maximum(mask.lengths, 1)
         return jax.nn.dot_product_attention(
             queries,
             keys,
             values,
             is_causal=mask.causal,
-            query_seq_lengths=mask.lengths,
-            key_value_seq_lengths=mask.lengths,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
             implementation="cudnn",
         )
     return blockwise(queries, keys, values, mask)

@@ -174,8 +174,8 @@ def _allowed(start: Any, count: int, seen: int, segments: jax.Array | None, caus
 def _bands(length: int, causal: bool) -> Iterator[tuple[range, int]]:
     """Cuts the queries into bands of whole blocks, and a rest: their indices, and the number of keys that they see."""
     blocks = length // BLOCK
-    band = BLOCK * (math.ceil(blocks / BANDS) if causal else max(1, blocks))
-    starts = [*range(0, blocks * BLOCK, max(band, BLOCK)), blocks * BLOCK, length]
+    band = BLOCK * max(1, math.ceil(blocks / BANDS) if causal else blocks)
+    starts = [*range(0, blocks * BLOCK, band), blocks * BLOCK, length]
     for start, stop in pairwise(starts):
         if stop > start:
             yield range(start, stop), stop if causal else length

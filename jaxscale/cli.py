@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxscale.config import keys
-from jaxscale.config.diff import diff, json_schema, to_toml
+from jaxscale.config.diff import diff, dotted, json_schema, to_toml
 from jaxscale.config.errors import Refused, Stop
 from jaxscale.config.load import load, load_data
 from jaxscale.config.schema import Config
@@ -88,16 +88,7 @@ def _load_run(run: Path, overrides: Sequence[str] | None) -> Config:
 
 def _facts_text(facts: Mapping[str, Any], prefix: str = "") -> str:
     """Facts of any depth, a line each, for people."""
-    flat: dict[str, Any] = {}
-
-    def walk(value: Any, name: str) -> None:
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                walk(inner, f"{name}.{key}" if name else str(key))
-        else:
-            flat[name] = value
-
-    walk(facts, "")
+    flat = dotted(facts)
     width = max(map(len, flat), default=0)
     shown = {name: f"{v:,}" if isinstance(v, int) and not isinstance(v, bool) else v for name, v in flat.items()}
     return "\n".join(f"{prefix}{name:{width}}  {value}" for name, value in shown.items())

@@ -17,9 +17,14 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
+def listed(numbers: list[int]) -> str:
+    """The numbers as text."""
+    return ", ".join(map(str, numbers))
+
+
 def closest(allowed: list[int], to: int, count: int = 6) -> str:
     """The `count` allowed numbers nearest to `to`, ascending, as text."""
-    return ", ".join(map(str, sorted(sorted(allowed, key=lambda number: abs(number - to))[:count])))
+    return listed(sorted(sorted(allowed, key=lambda number: abs(number - to))[:count]))
 
 
 def closest_multiples(number: int, of: int) -> str:

@@ -24,16 +24,21 @@ class Change:
 
 def flatten(config: Config) -> dict[str, Any]:
     """Every dotted key with its value as in JSON; sections that are None count as a value."""
+    return dotted(config.model_dump(mode="json"))
+
+
+def dotted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of any depth under dotted keys; an empty mapping counts as a value."""
     flat: dict[str, Any] = {}
 
     def walk(value: Any, key: str) -> None:
-        if isinstance(value, dict) and value:
+        if isinstance(value, Mapping) and value:
             for name, inner in value.items():
                 walk(inner, f"{key}.{name}" if key else name)
         else:
             flat[key] = value
 
-    walk(config.model_dump(mode="json"), "")
+    walk(values, "")
     return flat
 
 

@@ -68,17 +68,19 @@ def process_rows(tokens: jax.ShapeDtypeStruct) -> np.ndarray:
     Row r of microstep m is row m x rows + r of the global batch.
     """
     microsteps, rows, _ = tokens.shape
-    own = _own_rows(tokens)
+    indices = tokens.sharding.addressable_devices_indices_map(tokens.shape).values()
+    own = np.unique(np.concatenate([np.arange(*index[1].indices(rows)) for index in indices]))
     return (np.arange(microsteps)[:, None] * rows + own[None, :]).reshape(-1)
 
 
 def to_devices(batch: HostBatch, shapes: Shapes) -> dict[str, jax.Array]:
-    """Global arrays from this process's rows, each device given its own part; needs no other process."""
-    own = _own_rows(shapes["tokens"])
+    """Global arrays from this process's rows (those of `process_rows`), each device given its own part."""
+    microsteps = shapes["tokens"].shape[0]
+    own = batch.rows[: len(batch.rows) // microsteps]  # of microstep 0: there, numbers of rows are places of rows
 
     def send(name: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
         local = getattr(batch, name)
-        local = local.reshape(shape.shape[0], len(own), *local.shape[1:])
+        local = local.reshape(microsteps, len(own), *local.shape[1:])
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None  # it never is; JAX declares the callback so
@@ -89,9 +91,3 @@ def to_devices(batch: HostBatch, shapes: Shapes) -> dict[str, jax.Array]:
         return jax.make_array_from_callback(shape.shape, shape.sharding, part, dtype=shape.dtype)
 
     return {name: send(name, shape) for name, shape in shapes.items()}
-
-
-def _own_rows(tokens: jax.ShapeDtypeStruct) -> np.ndarray:
-    """Rows of each microstep that lie on this process's devices, `[n] int64`, ascending."""
-    indices = tokens.sharding.addressable_devices_indices_map(tokens.shape).values()
-    return np.unique(np.concatenate([np.arange(*index[1].indices(tokens.shape[1])) for index in indices]))

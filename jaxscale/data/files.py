@@ -20,16 +20,17 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def claim(path: Path) -> IO[str] | None:
-    """Hold the lock file `path` for as long as the returned file is open; None where another process holds it."""
+    """Hold the lock file `path` for as long as the returned file is open; None where another process holds it.
+
+    On a file system without locks nothing is held.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         return None
-    except OSError:  # a file system without locks
-        pass
     return file
 
 
@@ -37,15 +38,19 @@ def claim(path: Path) -> IO[str] | None:
 def locked(path: Path) -> Iterator[bool]:
     """Hold the lock file `path`; waits for another process that holds it. The system releases it if the holder dies.
 
-    Gives False, and holds nothing, on a file system without locks (Lustre often is mounted so).
+    Gives False, and holds nothing, on a file system without locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                raise
-            yield False
-        else:
-            yield True
+    with path.open("a") as file:
+        yield _lock(file, fcntl.LOCK_EX)
+
+
+def _lock(file: IO[str], operation: int) -> bool:
+    """Lock an open file; False on a file system without locks (Lustre often is mounted so)."""
+    try:
+        fcntl.flock(file, operation)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+        return False
+    return True

@@ -128,17 +128,17 @@ def _recorded(settings: BuildConfig, folder: Path) -> dict[str, Any]:
 def _already_built(folders: tuple[Path, ...], settings: BuildConfig) -> BuildReport | None:
     """The report if all datasets are there; raises Refused if a folder holds anything else."""
     splits, skipped, wanted = [], {}, _recorded(settings, folders[0].parent)
-    for folder in folders:
-        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-            continue
+    there = [folder for folder in folders if folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))]
+    # Where there is a tokenizer file, what it holds decides, not where it lies.
+    has_file = bool(there) and settings.tokenizer != "bytes" and Path(settings.tokenizer).is_file()
+    tokenizer = load_tokenizer(settings.tokenizer) if has_file else None
+    for folder in there:
         dataset = TokenDataset.open(folder)
         was = dataset.built.get("settings", {})
-        named = Path(settings.tokenizer)
-        if settings.tokenizer != "bytes" and named.is_file():
-            # The tokenizer itself decides, not where it lies.
-            if load_tokenizer(settings.tokenizer).fingerprint != dataset.tokenizer_fingerprint:
+        if tokenizer is not None:
+            if tokenizer.fingerprint != dataset.tokenizer_fingerprint:
                 raise Refused(
-                    f"{folder} was built with another tokenizer than {named} is now; "
+                    f"{folder} was built with another tokenizer than {settings.tokenizer} is now; "
                     "remove the folder to build it again, or name another one"
                 )
             was = {**was, "tokenizer": wanted["tokenizer"]}

@@ -89,6 +89,11 @@ class TokenDataset:
     _maps: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
+    def find(folder: Path) -> TokenDataset | None:
+        """The dataset in `folder`, opened; None if none has been built there yet. Raises Refused as `open` does."""
+        return TokenDataset.open(folder) if (folder / MANIFEST).is_file() else None
+
+    @staticmethod
     def open(folder: Path) -> TokenDataset:
         """Open the dataset in `folder`.
 

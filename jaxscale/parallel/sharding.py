@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxscale.config.devices import divisors, listed
 from jaxscale.config.errors import Refused
 
 MeshAxes = str | tuple[str, ...] | None
@@ -128,7 +129,7 @@ def parameter_spec(name: str, axes: Sequence[str], shape: Sequence[int], sizes: 
             if shape[i] % sizes["tensor"]:
                 raise Refused(
                     f"mesh.tensor = {sizes['tensor']} does not divide {axis} = {shape[i]} of {name}; "
-                    f"values that do: {_divisors(shape[i])}"
+                    f"values that do: {listed(divisors(shape[i]))}"
                 )
             placed[i] = "tensor"
     for wanted in [i for i, axis in enumerate(axes) if PARAMETERS[axis] == "fsdp"]:
@@ -139,10 +140,6 @@ def parameter_spec(name: str, axes: Sequence[str], shape: Sequence[int], sizes: 
         elif len(free) > 1 and 4 * math.prod(shape) >= COPIED_BYTES:
             raise Refused(
                 f"mesh.fsdp = {sizes['fsdp']} divides no axis of {name} {tuple(shape)}, which is too large to copy; "
-                f"values that divide {axes[wanted]}: {_divisors(shape[wanted])}"
+                f"values that divide {axes[wanted]}: {listed(divisors(shape[wanted]))}"
             )
     return PartitionSpec(*placed)
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, min(n, 4096) + 1) if n % d == 0)

@@ -9,7 +9,7 @@ import jax
 
 from jaxscale.cluster import distributed
 from jaxscale.config.schema import ClusterConfig, Config
-from jaxscale.data.store import MANIFEST, TokenDataset
+from jaxscale.data.store import TokenDataset
 from jaxscale.flops import flops_per_token, parameter_count
 from jaxscale.plan.collectives import collectives
 from jaxscale.train.build import Run, build, resolve_lengths
@@ -75,8 +75,8 @@ def build_without_data(config: Config) -> Run:
     Raises:
         Refused: the config does not fit the devices.
     """
-    if (config.data.train / MANIFEST).is_file():
-        dataset = TokenDataset.open(config.data.train)
+    dataset = TokenDataset.find(config.data.train)
+    if dataset is not None:
         rows, mask_id = dataset.rows(config.data.sequence_length), dataset.mask_id
     else:
         rows, mask_id = UPDATES_AN_EPOCH * config.batch.global_size, 0

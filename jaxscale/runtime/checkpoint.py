@@ -82,8 +82,7 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The newest complete step, the same answer in all processes; None if there is none."""
-        seen = exchange(str(max(self.steps(), default=-1)).encode())[0]
-        return None if seen == b"-1" else int(seen)
+        return latest_step(self.folder)
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
         """Save `state`, a pytree of `jax.Array`, and return as soon as its buffers may be donated to the next step.
@@ -212,6 +211,12 @@ def complete_steps(folder: Path) -> list[int]:
         return []
     names = [path.name for path in folder.iterdir() if path.name.isdigit() and _metadata_file(path).is_file()]
     return sorted(int(name) for name in names if str(int(name)) == name)
+
+
+def latest_step(folder: Path) -> int | None:
+    """The newest complete step in `folder` that process 0 sees; None if there is none. All processes must ask."""
+    seen = int(exchange(str(max(complete_steps(folder), default=-1)).encode())[0])
+    return None if seen < 0 else seen
 
 
 def read_metadata(folder: Path, step: int) -> dict[str, Any]:

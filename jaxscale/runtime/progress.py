@@ -9,8 +9,7 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TextColumn
 
 PLAIN_SECONDS = 10.0
 """Least time between two lines of updates in a log file."""
@@ -32,7 +31,6 @@ class ProgressBar:
                 TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
                 BarColumn(bar_width=24),
                 TextColumn("{task.fields[shown]}"),
-                _TimeLeft(),
                 console=console,
             )
             self._task = self._bar.add_task("", total=last, completed=first, shown="")
@@ -50,11 +48,12 @@ class ProgressBar:
         shown = f"loss {_number(line['loss'])}{self._validation}  {line['tokens_per_second']:,.0f} tokens/s"
         if line["mfu"] is not None:
             shown += f"  MFU {line['mfu']:.1%}"
+        shown += f"  {self._left(step)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, shown=shown)
         elif time.monotonic() - self._printed > PLAIN_SECONDS or step == self._last:
             self._printed = time.monotonic()
-            self._console.print(f"step {step:,}/{self._last:,}  {shown}  {self._left(step)}", highlight=False)
+            self._console.print(f"step {step:,}/{self._last:,}  {shown}", highlight=False)
 
     def close(self) -> None:
         """Leave the bar as it is."""
@@ -64,12 +63,6 @@ class ProgressBar:
     def _left(self, step: int) -> str:
         """Time left at the pace of the latest updates, whose median the first, slow one does not move."""
         return f"{duration(median(self._pace) * (self._last - step))} left"
-
-
-class _TimeLeft(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        """Time left at the present pace."""
-        return Text("" if task.time_remaining is None else f"{duration(task.time_remaining)} left")
 
 
 def duration(seconds: float) -> str:

@@ -91,8 +91,7 @@ class Run:
         """Jitted: the state before the first update, made in place on every mesh with the same bits."""
 
         def initialize() -> TrainState:
-            params, model_state = make_parameters(self.config, self.precision)
-            return initial_state(params, model_state, self.optimizer.init(params))
+            return make_state(self.config, self.precision, self.optimizer)
 
         return jax.jit(initialize, out_shardings=shardings(self.state))
 
@@ -219,11 +218,12 @@ def make_model(config: Config, precision: Precision) -> Transformer:
     return Transformer(nnx.Rngs(params=config.seed), config.model, precision)
 
 
-def make_parameters(config: Config, precision: Precision) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Initial parameters and model state as nested dicts of arrays."""
+def make_state(config: Config, precision: Precision, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first update; parameters and model state are nested dicts of arrays."""
     _, parameters, *rest = nnx.split(make_model(config, precision), Parameter, ...)
     (model_state,) = rest
-    return nnx.to_pure_dict(parameters), nnx.to_pure_dict(model_state)
+    params = nnx.to_pure_dict(parameters)
+    return initial_state(params, nnx.to_pure_dict(model_state), optimizer.init(params))
 
 
 def batch_shape(config: Config, sizes: dict[str, int]) -> tuple[int, int, int]:
@@ -241,12 +241,7 @@ def abstract_state(
     sizes: dict[str, int],
 ) -> TrainState:
     """Shape, dtype and sharding of every leaf: moments lie where their parameters lie, the rest on every device."""
-
-    def make() -> TrainState:
-        params, model_state = make_parameters(config, precision)
-        return initial_state(params, model_state, optimizer.init(params))
-
-    shapes = jax.eval_shape(make)
+    shapes = jax.eval_shape(lambda: make_state(config, precision, optimizer))
 
     def place(path: Any, axes: ParameterAxes, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         name = ".".join(str(key.key) for key in path)

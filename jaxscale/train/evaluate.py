@@ -13,7 +13,7 @@ from jaxscale.data.feed import Feed
 from jaxscale.data.order import Phase, Spread
 from jaxscale.data.store import TokenDataset
 from jaxscale.train.build import Run
-from jaxscale.train.state import ModelArrays
+from jaxscale.train.state import ModelArrays, from_int
 
 
 def evaluate_splits(
@@ -48,7 +48,7 @@ def evaluate(run: Run, evaluation_step: Any, model: ModelArrays, dataset: TokenD
     for step in range(steps + 1):
         following = None
         if step < steps:
-            cursor = jax.device_put(_words(step * batch), run.state.cursor.sharding)
+            cursor = jax.device_put(from_int(step * batch), run.state.cursor.sharding)
             following = evaluation_step(**model, batch=feed.next()[0].arrays, cursor=cursor)
         if pending is not None:
             for name, term in jax.device_get(pending).items():
@@ -64,8 +64,3 @@ def evaluate(run: Run, evaluation_step: Any, model: ModelArrays, dataset: TokenD
         "bits_per_byte": None if masked else bits_per_token * dataset.tokens / dataset.text_bytes,
         "valid_tokens": int(totals["loss"][1]),
     }
-
-
-def _words(number: int) -> np.ndarray:
-    """A 64-bit number as `[2] uint32`, high word first."""
-    return np.array([number >> 32, number & 0xFFFFFFFF], np.uint32)

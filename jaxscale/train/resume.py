@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxscale.cluster.distributed import exchange
 from jaxscale.config.diff import Change, compare, flatten
 from jaxscale.config.errors import Refused
 from jaxscale.config.schema import Config
-from jaxscale.runtime.checkpoint import complete_steps, read_metadata
+from jaxscale.runtime.checkpoint import latest_step, read_metadata
 
 FIXED = ("batch.global_size", "data.sequence_length")
 """The cursor counts in these: a run that changed them would see other batches than its metrics say."""
@@ -33,8 +32,8 @@ class Checkpoint:
 def newest(run_dir: Path) -> Checkpoint | None:
     """The newest complete checkpoint that process 0 sees, None if there is none; all processes must ask."""
     folder = run_dir / "checkpoints"
-    step = int(exchange(str(max(complete_steps(folder), default=-1)).encode())[0])
-    if step < 0:
+    step = latest_step(folder)
+    if step is None:
         return None
     stored = read_metadata(folder, step)
     return Checkpoint(step, stored["config"], stored["dataset"])

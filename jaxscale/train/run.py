@@ -154,7 +154,8 @@ def describe(config: Config) -> dict[str, Any]:
     """Numbers that follow from a config alone; a length in epochs is None where the dataset is not there."""
     length = config.data.sequence_length
     tokens = config.batch.global_size * length
-    rows = TokenDataset.open(config.data.train).rows(length) if (config.data.train / "dataset.json").exists() else None
+    dataset = TokenDataset.find(config.data.train)
+    rows = None if dataset is None else dataset.rows(length)
     steps = to_steps(train_length(config), config.batch.global_size, length, rows)
     flops = flops_per_token(config.model, length)
     return {

@@ -78,3 +78,8 @@ def to_int(number: np.ndarray | jax.Array) -> int:
     """A 64-bit number `[2] uint32` as a Python integer."""
     high, low = np.asarray(number)
     return (int(high) << 32) | int(low)
+
+
+def from_int(number: int) -> np.ndarray:
+    """A Python integer below 2^64 as `[2] uint32`, high word first."""
+    return np.array([number >> 32, number & 0xFFFFFFFF], np.uint32)

@@ -19,7 +19,11 @@ from jaxscale.train.build import Run, build, compile_steps, resolve_lengths
 
 
 def make_config(preset: Preset, data: Path = Path("datasets/none")) -> Config:
-    """The workload as a config. Its layers are computed without a loop, which a model of a few layers can afford."""
+    """The workload as a config.
+
+    Its layers are computed without a loop and each device has a copy of the parameters: a model of a few layers and
+    megabytes can afford both.
+    """
     return Config.model_validate(
         {
             "name": "benchmark",
@@ -35,6 +39,7 @@ def make_config(preset: Preset, data: Path = Path("datasets/none")) -> Config:
             },
             "data": {"train": data, "sequence_length": preset.sequence, "attend_across_documents": True},
             "batch": {"global_size": preset.batch},
+            "mesh": {"replica": -1, "fsdp": 1},
             "train": {"steps": 1_000_000},
             "optimizer": {
                 "learning_rate": workload.LEARNING_RATE,

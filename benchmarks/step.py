@@ -48,6 +48,7 @@ class Contestant:
 
 CONTESTANTS = (
     Contestant("hand-written", "benchmarks.handwritten"),
+    Contestant("hand-written, scanned", "benchmarks.handwritten", ("--scanned",)),
     Contestant("jaxscale", "benchmarks.jaxscale_step"),
     Contestant("jaxscale, 2 devices", "benchmarks.jaxscale_step", ("--devices", "2")),
     Contestant("PyTorch, eager", "benchmarks.pytorch_step", needs_torch=True),

@@ -91,11 +91,12 @@ def batches(preset: Preset) -> Iterator[np.ndarray]:
 
 
 def arguments() -> argparse.Namespace:
-    """`--preset`, `--devices` and `--compiled` of a contestant's process."""
+    """The options of a contestant's process; each reads those that it has."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--preset", choices=PRESETS, required=True)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--scanned", action="store_true")
     return parser.parse_args()
 
 

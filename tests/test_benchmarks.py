@@ -22,8 +22,9 @@ def losses(step: Callable[[], Any]) -> list[float]:
 
 
 def test_handwritten_and_jaxscale_compute_the_same() -> None:
-    handwritten_losses = losses(handwritten.Training(PRESET))
+    handwritten_losses = losses(handwritten.Training(PRESET, scanned=False))
     assert handwritten_losses[-1] < handwritten_losses[1] - 0.01, "the weights are updated"
+    np.testing.assert_allclose(losses(handwritten.Training(PRESET, scanned=True)), handwritten_losses, rtol=1e-5)
     np.testing.assert_allclose(losses(jaxscale_step.Training(PRESET, devices=1)), handwritten_losses, rtol=1e-5)
     np.testing.assert_allclose(losses(jaxscale_step.Training(PRESET, devices=2)), handwritten_losses, rtol=1e-5)
 
@@ -32,7 +33,7 @@ def test_pytorch_computes_the_same() -> None:
     pytest.importorskip("torch")
     from benchmarks import pytorch_step
 
-    expected = losses(handwritten.Training(PRESET))
+    expected = losses(handwritten.Training(PRESET, scanned=False))
     np.testing.assert_allclose(losses(pytorch_step.Training(PRESET, compiled=False)), expected, rtol=1e-5)
 
 

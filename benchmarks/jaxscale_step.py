@@ -12,10 +12,11 @@ import numpy as np
 from benchmarks import workload
 from benchmarks.workload import Preset, Weights
 from jaxscale.cluster.distributed import simulate_devices
+from jaxscale.config.phases import phases_of
 from jaxscale.config.schema import Config
 from jaxscale.data.feed import process_rows, to_devices
 from jaxscale.data.loader import HostBatch
-from jaxscale.train.build import Run, build, compile_steps, resolve_lengths
+from jaxscale.train.build import Run, build, compile_steps, make_timeline
 
 
 def make_config(preset: Preset, data: Path = Path("datasets/none")) -> Config:
@@ -81,7 +82,7 @@ class Training:
 
     def __init__(self, preset: Preset, devices: int) -> None:
         config = make_config(preset)
-        self.run: Run = build(config, jax.devices()[:devices], resolve_lengths(config, None), None)
+        self.run: Run = build(config, jax.devices()[:devices], make_timeline(config, phases_of(config), None), None)
         steps = compile_steps(self.run, evaluates=False, initializes=True)
         self.train = steps.train
         params = make_params(workload.first_weights(preset), preset)
@@ -94,8 +95,8 @@ class Training:
         tokens = next(self.batches)
         starts = np.zeros(tokens.shape, bool)
         lengths = np.full(len(tokens), tokens.shape[1], np.int32)
-        batch = HostBatch(0, 0, process_rows(self.run.batch["tokens"]), tokens, starts, lengths)
-        self.state, metrics = self.train(self.state, to_devices(batch, self.run.batch))
+        batch = HostBatch(0, 0, process_rows(self.run.batch(0)["tokens"]), tokens, starts, lengths)
+        self.state, metrics = self.train(self.state, to_devices(batch, self.run.batch(0)))
         return metrics["loss"]
 
 

@@ -16,15 +16,17 @@ from rich.console import Console
 from benchmarks.jaxscale_step import make_config
 from benchmarks.workload import PRESETS, Preset
 from jaxscale.cluster import distributed
+from jaxscale.config.phases import phases_of
 from jaxscale.data.feed import Feed
-from jaxscale.data.loader import make_order
+from jaxscale.data.loader import Reading
+from jaxscale.data.mixture import make_order, open_mixture
 from jaxscale.data.store import TokenDataset
 from jaxscale.data.tokenizer import load_tokenizer
 from jaxscale.data.writer import DatasetWriter
 from jaxscale.runtime.checkpoint import Checkpoints
 from jaxscale.runtime.guard import StopSignal
 from jaxscale.runtime.ledger import Ledger
-from jaxscale.train.build import build, compile_steps, resolve_lengths
+from jaxscale.train.build import build, compile_steps, make_timeline
 from jaxscale.train.loop import run_loop
 from jaxscale.train.run import make_hooks, make_sinks
 
@@ -44,13 +46,18 @@ def measure(repeats: int, preset: Preset = PRESETS["tiny"]) -> dict[str, float]:
         config = make_config(preset, dataset.folder).model_copy(update={"runs_dir": Path(folder)})
         config.run_dir.mkdir()
         processes = distributed.start(config.cluster)
-        run = build(config, jax.devices(), resolve_lengths(config, None), None)
+        phases, mixture = phases_of(config), open_mixture(config.data)
+        run = build(config, jax.devices(), make_timeline(config, phases, None), None)
         steps = compile_steps(run, evaluates=False, initializes=True)
-        sinks = make_sinks(run, processes, Console(file=io.StringIO()), stack, 0)
-        hooks = make_hooks(run, steps, {}, sinks, Checkpoints(Path(folder) / "checkpoints", 1), {}, 0)
+        sinks = make_sinks(run, processes, Console(file=io.StringIO()), stack, 0, run.timeline.steps)
+        hooks = make_hooks(
+            run, steps, {}, sinks, Checkpoints(Path(folder) / "checkpoints", 1), {}, 0, run.timeline.steps
+        )
         stop, ledger = stack.enter_context(StopSignal()), Ledger()
         last = repeats * STEPS
-        feed = Feed(dataset, make_order(config, dataset), run.batch, config.data, first_step=0, last_step=last + 1)
+        feed = Feed(
+            mixture, make_order(config, mixture, phases), run.batch, Reading(), first_step=0, last_step=last + 1
+        )
         batch = feed.next()[0].arrays
         state = jax.block_until_ready(steps.train(steps.initialize(), batch)[0])
 

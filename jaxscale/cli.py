@@ -21,6 +21,7 @@ from jaxscale.config import keys
 from jaxscale.config.diff import diff, dotted, json_schema, to_toml
 from jaxscale.config.errors import Refused, Stop
 from jaxscale.config.load import load, load_data
+from jaxscale.config.phases import phases_of
 from jaxscale.config.schema import Config
 
 app = typer.Typer(
@@ -29,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(help="Token datasets: make and look at them.", no_args_is_help=True)
+data_app = typer.Typer(help="Token datasets: make, check and look at them.", no_args_is_help=True)
 launch_app = typer.Typer(help="Start a training of several processes.", no_args_is_help=True)
 config_app = typer.Typer(help="Look at configs.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
@@ -41,6 +42,9 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The directory of
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Values laid over the file, such as train.steps=10."),
+]
+TokenizerOption = Annotated[
+    str | None, typer.Option(help="`bytes` or a tokenizer.json, for token files that have none beside them.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")]
 
@@ -148,9 +152,11 @@ def tokenizer(config: ConfigFile, overrides: Overrides = None) -> None:
     settings = load_data(config, overrides or ()).build
     if settings is None:
         raise Refused(f"{config}: data.build: is missing; it says which text and which tokenizer to use")
-    from jaxscale.data.prepare import prepare_tokenizer
+    from jaxscale.data.build.prepare import prepare_tokenizer
+    from jaxscale.data.progress import shown_on_stderr
 
-    made = prepare_tokenizer(settings)
+    with shown_on_stderr() as progress:
+        made = prepare_tokenizer(settings, progress)
     print(f"{settings.tokenizer}: {made.vocabulary_size:,} ids, fingerprint {made.fingerprint}")
 
 
@@ -158,26 +164,107 @@ def tokenizer(config: ConfigFile, overrides: Overrides = None) -> None:
 def data_build(config: ConfigFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Build the token dataset that data.build describes; one that is there already is left alone."""
     data = load_data(config, overrides or ())
-    from jaxscale.data.prepare import build
+    from jaxscale.data.build.prepare import build
+    from jaxscale.data.build.report import text
+    from jaxscale.data.progress import shown_on_stderr
 
-    report = build(data)
-    lines = [f"{s.folder}: {s.documents:,} documents, {s.tokens:,} tokens" for s in report.splits]
-    lines += [f"skipped {count:,}: {reason}" for reason, count in report.skipped.items()]
-    lines += report.malformed
-    lines += [f"built in {report.seconds:.1f} s" if report.built else "nothing to do: already built"]
-    _print(asdict(report), "\n".join(lines), as_json)
+    with shown_on_stderr() as progress:
+        report = build(data, progress)
+    _print(asdict(report), text(report), as_json)
 
 
 @data_app.command("inspect")
 def data_inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DATASET", help="The folder of a token dataset.")],
+    path: Annotated[Path, typer.Argument(metavar="DATASET", help="A token dataset, or token files of other programs.")],
+    tokenizer: TokenizerOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Facts of a token dataset, from its dataset.json."""
+    """Facts of a token dataset; token files of other programs are recognised, and read once."""
     from jaxscale.data.describe import inspect, inspect_text
+    from jaxscale.data.progress import shown_on_stderr
 
-    facts = inspect(folder)
+    with shown_on_stderr() as progress:
+        facts = inspect(path, tokenizer, progress)
     _print(facts, inspect_text(facts), as_json)
+
+
+@data_app.command("verify")
+def data_verify(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Datasets, or configs: all that they name.")],
+    tokenizer: TokenizerOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read datasets from end to end: checksums, ids, where documents end."""
+    datasets = []
+    for path in paths:
+        data = load_data(path) if path.suffix == ".toml" else None
+        named = [*(source.path for source in data.sources.values()), *data.validation.values()] if data else [path]
+        datasets += [(name, (data and data.tokenizer) or tokenizer) for name in named]
+    from jaxscale.data.progress import shown_on_stderr
+    from jaxscale.data.verify import verified_text, verify_all
+
+    with shown_on_stderr() as progress:
+        found, wrong = verify_all(datasets, progress)
+    if found:
+        _print([asdict(one) for one in found], verified_text(found), as_json)
+    if wrong:
+        raise Refused("\n".join(wrong))
+
+
+@data_app.command("stage")
+def data_stage(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A token dataset, or token files of other programs.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="A folder for copies, on a disk of this machine.")],
+    limit_gb: Annotated[
+        float | None,
+        typer.Option(min=0, help="What the copies in DST may take together; for it, those not in use are removed."),
+    ] = None,
+    streams: Annotated[int, typer.Option(min=1, help="Files that are copied at one time.")] = 4,
+    hosts: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[:PORT],...", help="All hosts that stage it now; only the first reads SRC for them."),
+    ] = None,
+    host_index: Annotated[int, typer.Option(min=0, help="Which of the hosts this one is, from 0.")] = 0,
+    tokenizer: TokenizerOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Copy a token dataset to a disk of this machine, verified; prints the copy's folder. One that is there is kept."""
+    from jaxscale.data.progress import shown_on_stderr
+    from jaxscale.data.relay import ALONE, Tree
+    from jaxscale.data.stage import stage
+
+    tree = Tree(hosts.split(","), host_index) if hosts else ALONE
+    if host_index >= len(tree.hosts):
+        raise Refused(
+            f"--host-index {host_index}: --hosts names {len(tree.hosts)}; the last one is {len(tree.hosts) - 1}"
+        )
+    limit = None if limit_gb is None else round(limit_gb * 1e9)
+    with shown_on_stderr() as progress:
+        folder = stage(
+            source,
+            destination,
+            limit_bytes=limit,
+            streams=streams,
+            tokenizer=tokenizer,
+            tree=tree,
+            progress=progress,
+        )
+    _print({"folder": str(folder)}, str(folder), as_json)
+
+
+@data_app.command("bench")
+def data_bench(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time for each setting.")] = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how fast this machine feeds a run, by several settings, and how many GPUs that keeps busy."""
+    loaded = load(config, overrides or ())
+    from jaxscale.train.bench import bench, bench_text
+
+    facts = bench(loaded, seconds)
+    _print(facts, bench_text(facts), as_json)
 
 
 @data_app.command("show")
@@ -191,11 +278,15 @@ def data_show(
     """The decoded text of exactly the batch that an update sees."""
     loaded = load(config, overrides or ())
     from jaxscale.data.describe import show_rows, show_text
-    from jaxscale.data.loader import make_order
-    from jaxscale.data.store import TokenDataset
+    from jaxscale.data.mixture import make_order, open_mixture
 
-    dataset = TokenDataset.open(loaded.data.train)
-    facts = show_rows(dataset, make_order(loaded, dataset), step, row)
+    mixture, phases = open_mixture(loaded.data), phases_of(loaded)
+    if (loaded.run_dir / "checkpoints").is_dir():  # a run that was resumed may have gone through others
+        from jaxscale.train.resume import newest, phases_from
+
+        phases = phases_from(newest(loaded.run_dir), loaded)
+    order = make_order(loaded, mixture, phases)
+    facts = show_rows(mixture, order, step, row)
     _print(facts, show_text(facts), as_json)
 
 

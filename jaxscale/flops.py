@@ -21,7 +21,7 @@ MFU = FLOPs of a token x tokens a second / peak FLOPs a second of all devices.
 
 from __future__ import annotations
 
-from jaxscale.config.schema import ModelConfig
+from jaxscale.config.model import ModelConfig
 
 
 def parameter_count(model: ModelConfig) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from functools import cache, partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,14 @@ import numpy as np
 import pytest
 
 from jaxscale.config.errors import Refused
+from jaxscale.config.model import ModelConfig
+from jaxscale.data.packing import open_view
 from jaxscale.model.attention import attention, choose_implementation
 from jaxscale.model.blockwise import BLOCK, Mask, blockwise
 from jaxscale.model.objective import Examples
 from jaxscale.train.build import Run
 from tests import tiny
+from tests.test_store import write
 
 
 class Case(NamedTuple):
@@ -216,9 +220,9 @@ def test_documents_see_each_other_where_asked() -> None:
 
 
 @cache
-def loss_and_gradients(model: str, across: bool) -> tuple[Any, Any, Any]:
+def loss_and_gradients(model: str, across: bool, implementation: str) -> tuple[Any, Any, Any]:
     """Parameters, `host batch -> examples`, and `(params, examples) -> (loss, gradients)`, for rows of LENGTH."""
-    untied = {**MODELS[model], "tied_embeddings": False}
+    untied = {**MODELS[model], "tied_embeddings": False, "attention": implementation}
     objective = {} if model == "decoder" else {"random_share": 0.0}  # a random token of B could be one of A's
     data = {"attend_across_documents": across}
     run = tiny.make_run(tiny.config(untied, mesh={"fsdp": 1}, batch={"global_size": 2}, data=data, objective=objective))
@@ -236,7 +240,7 @@ def loss_and_gradients(model: str, across: bool) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize("model", MODELS)
 def test_no_gradient_crosses_documents(model: str) -> None:
     """The gradient of B's loss for the embeddings of A's tokens is exactly 0, that for B's own is not."""
-    params, make_examples, gradients = loss_and_gradients(model, across=False)
+    params, make_examples, gradients = loss_and_gradients(model, False, "blockwise")
     examples = make_examples(two_documents(1))
     only_b = examples._replace(weights=examples.weights.at[:, :FIRST].set(0))
     table = np.asarray(gradients(params, only_b)[1]["embedding"]["tokens"]["table"])
@@ -244,11 +248,64 @@ def test_no_gradient_crosses_documents(model: str) -> None:
     assert np.abs(table[100:]).max() > 0
 
 
+def serves_documents_here(implementation: str) -> bool:
+    """Whether an implementation can honour a document mask on this process's devices."""
+    try:
+        choose_implementation(implementation, jax.default_backend(), documents=True, dtype=jnp.dtype(jnp.float32))
+    except Refused:
+        return False
+    return implementation != "auto"
+
+
+IMPLEMENTATIONS = [
+    name for name in get_args(ModelConfig.model_fields["attention"].annotation) if serves_documents_here(name)
+]
+PIECES = (90, 70, 60, 40, 25)
+"""Lengths of what best fit puts into the second row below; the second of them is the rest of a long document."""
+
+
+def packed_batch(folder: Path, changed: int | None = None) -> dict[str, np.ndarray]:
+    """Two packed rows: the beginning of a long document, then `PIECES` and padding; one piece has other content."""
+    content = [
+        np.random.default_rng([23, number, number == changed]).integers(0, 249, length)
+        for number, length in enumerate(PIECES)
+    ]
+    content[1] = np.concatenate([np.random.default_rng(29).integers(0, 249, LENGTH), content[1]])
+    view = open_view(write(folder / f"changed {changed}", content[::-1], 10**6), LENGTH, "best_fit")
+    batch = view.gather(np.arange(2))._asdict()
+    assert batch["lengths"].tolist() == [LENGTH, sum(PIECES)]
+    return batch
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("model", MODELS)
+def test_packed_pieces_do_not_see_each_other(tmp_path: Path, model: str, implementation: str) -> None:
+    """Other content of a piece of a packed row changes no bit of the others' logits, nor of their loss's gradients."""
+    asked = {**MODELS[model], "attention": implementation}
+    run = tiny.make_run(tiny.config(asked, mesh={"fsdp": 1}, batch={"global_size": 2}))
+    logits, logits_params = tiny.logits_of(run), tiny.random_params(run)
+    params, make_examples, gradients = loss_and_gradients(model, False, implementation)
+    batch = packed_batch(tmp_path)
+    for number, length in enumerate(PIECES):
+        first = sum(PIECES[:number])
+        own, other = slice(first, first + length), packed_batch(tmp_path, changed=number)
+        assert (other["tokens"] != batch["tokens"]).any(axis=1).tolist() == [False, True]
+        ours, theirs = (logits(logits_params, rows) for rows in (batch, other))
+        assert np.abs(ours[1, own] - theirs[1, own]).max() > 1e-2
+        np.testing.assert_array_equal(ours[0], theirs[0])
+        np.testing.assert_array_equal(*(np.delete(rows[1], own, axis=0) for rows in (ours, theirs)))
+        of_others = [
+            gradients(params, examples._replace(weights=examples.weights.at[1, own].set(0)))
+            for examples in (make_examples(batch), make_examples(other))
+        ]
+        jax.tree.map(np.testing.assert_array_equal, *of_others)
+
+
 @pytest.mark.parametrize("across", [False, True], ids=["documents", "lengths"])
 @pytest.mark.parametrize("model", MODELS)
 def test_content_of_padding_changes_nothing(model: str, across: bool) -> None:
     """Other ids in the padding: the same loss and gradients, bit for bit."""
-    params, make_examples, gradients = loss_and_gradients(model, across=across)
+    params, make_examples, gradients = loss_and_gradients(model, across, "blockwise")
     batch = two_documents(1) | {"lengths": np.array([FIRST, 5], np.int32)}
     real = np.arange(LENGTH) < batch["lengths"][:, None]
     other = {**batch, "tokens": np.where(real, batch["tokens"], two_documents(2)["tokens"][:, ::-1])}

@@ -60,7 +60,14 @@ def test_faults_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_is_quick() -> None:
     """Help of every verb is there, and nothing heavy is imported for it."""
     verbs = [[], ["train"], ["eval"], ["generate"], ["plan"], ["data"], ["data", "tokenizer"], ["data", "build"]]
-    verbs += [["data", "inspect"], ["data", "show"], ["launch", "local"], ["config", "show"], ["config", "schema"]]
+    verbs += [
+        ["data", "inspect"],
+        ["data", "verify"],
+        ["data", "show"],
+        ["launch", "local"],
+        ["config", "show"],
+        ["config", "schema"],
+    ]
     script = (
         "import json, sys\nfrom jaxscale.cli import main\n"
         "codes = [main([*verb, '--help']) for verb in json.load(sys.stdin)]\n"

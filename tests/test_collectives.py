@@ -185,8 +185,8 @@ def test_gathers_of_a_training_step() -> None:
     """A microstep gathers each layer's parameters forward and its matrices again backward; the rest once an update."""
     config = load(tiny.repository() / "configs/tiny/decoder.toml", ["mesh.fsdp=4", "batch.microbatch=2"])
     run = tiny.make_run(config, 4)
-    assert run.batch["tokens"].shape[0] == 2
-    text = run.lower_train_step().compile().as_text()
+    assert run.batch(0)["tokens"].shape[0] == 2
+    text = run.lower_train_step(run.batch(0)).compile().as_text()
     gathers = [one for one in collectives(text, run.mesh) if one.kind == "all-gather"]
     matrices = 128 * 128 * 2 + 128 * 64 * 2 + 128 * 384 * 3  # queries and output, keys and values, MLP
     norms = 2 * 128

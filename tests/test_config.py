@@ -12,9 +12,10 @@ from jaxscale.config.devices import closest_multiples, divisors, microsteps, res
 from jaxscale.config.diff import Change, diff, fingerprint, json_schema, to_toml
 from jaxscale.config.errors import Refused
 from jaxscale.config.keys import all_keys, nearest
-from jaxscale.config.length import Length, parse_length, to_steps, train_length
+from jaxscale.config.length import Length, parse_length
 from jaxscale.config.load import load, load_data
-from jaxscale.config.schema import BatchConfig, MeshConfig
+from jaxscale.config.phases import Phase, lengths_of, phases_of
+from jaxscale.config.schema import MeshConfig
 from jaxscale.flops import parameter_count
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -161,7 +162,7 @@ def test_load_data_takes_partial_files(tmp_path: Path) -> None:
     file.write_text('[data]\ntrain = "t"\n[data.build]\ncorpus = "python-stdlib"')
     assert load_data(file, ["data.sequence_length=8"]).sequence_length == 8
     assert load_data(DECODER) == load(DECODER).data
-    with pytest.raises(Refused, match=r"data.build.validation_share = 0.5: needs exactly one split"):
+    with pytest.raises(Refused, match=r"data.build.validation_share = 0.5: needs a split in"):
         load_data(file, ["data.build.validation_share=0.5"])
     with pytest.raises(Refused, match=r"optimizer.beta1 = 3"):
         load_data(file, ["optimizer.beta1=3"])
@@ -232,10 +233,14 @@ def test_lengths(text: int | str, length: Length | None) -> None:
 
 def test_lengths_in_steps() -> None:
     """Rounded up to whole updates, exactly: a tenth of 30 rows is 3."""
-    assert to_steps(parse_length("1001 tokens"), 10, 10, None) == 11
-    assert to_steps(parse_length("0.5 epochs"), 10, 10, None) is None
-    assert to_steps(parse_length("0.1 epochs"), 3, 10, 30) == 1
-    assert to_steps(train_length(load(DECODER, ["train.steps=none", "train.epochs=0.1"])), 3, 10, 30) == 1
+
+    def steps(rows: int | None, *overrides: str) -> int | None:
+        config = load(DECODER, ["train.steps=none", "schedule.warmup=0", "data.sequence_length=10", *overrides])
+        return lengths_of(config, phases_of(config), rows).steps
+
+    assert steps(None, "train.tokens=1001", "batch.global_size=10") == 11
+    assert steps(None, "train.epochs=0.5") is None
+    assert steps(30, "train.epochs=0.1", "batch.global_size=3") == 1
 
 
 def test_resolve_mesh() -> None:
@@ -250,11 +255,11 @@ def test_resolve_mesh() -> None:
 
 def test_microsteps() -> None:
     """global_size = microbatch x microsteps x shards, or refused with the nearest that is."""
-    assert microsteps(BatchConfig(global_size=24, microbatch=3), 4) == 2
-    assert microsteps(BatchConfig(global_size=24), 4) == 1
+    assert microsteps(Phase(0, 24, 8, microbatch=3), 4) == 2
+    assert microsteps(Phase(0, 24, 8), 4) == 1
     with pytest.raises(Refused, match="nearest: 8 or 12"):
-        microsteps(BatchConfig(global_size=10), 4)
+        microsteps(Phase(0, 10, 8), 4)
     with pytest.raises(Refused, match=r"nearest: 24, or batch.microbatch = 1, 2, 4"):
-        microsteps(BatchConfig(global_size=16, microbatch=6), 4)
+        microsteps(Phase(0, 16, 8, microbatch=6), 4)
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     assert closest_multiples(3, 4) == "4"

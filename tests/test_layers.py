@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.config.schema import ModelConfig, RopeConfig
+from jaxscale.config.model import ModelConfig, RopeConfig
 from jaxscale.model.attention import Mask
 from jaxscale.model.layers import Norm, dropout, rope_tables, rotate
 from jaxscale.model.objective import row_keys
@@ -220,7 +220,8 @@ WIDE = {**tiny.DECODER, "layers": 3, "embed_dim": 80, "heads": 5, "kv_heads": 5,
 def test_no_policy_keeps_gathered_parameters(remat: str, compute: str) -> None:
     """Under fsdp, a parameter of all layers at once exists only sharded: its layers are gathered one at a time."""
     config = tiny.config({**WIDE, "remat": remat}, mesh={"fsdp": 8}, precision={"compute": compute})
-    program = tiny.make_run(config).lower_train_step().compile(compiler_options=tiny.QUICK).as_text()
+    run = tiny.make_run(config)
+    program = run.lower_train_step(run.batch(0)).compile(compiler_options=tiny.QUICK).as_text()
     shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"[a-z0-9]+\[([\d,]+)\]", program)}
     up, query = (80, 176), (80, 5, 16)
     assert {up, (3, 10, 176), (3, 10, 5, 16)} <= shapes, "gathered for a layer, sharded for all"

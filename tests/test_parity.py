@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxscale.config.errors import Refused
 from jaxscale.config.load import load
-from jaxscale.config.schema import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.flops import parameter_count
 from jaxscale.interop.huggingface import family_of, from_huggingface, model_config, to_huggingface
 from jaxscale.model.attention import Mask

@@ -9,17 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxscale.config.data import BuildConfig, DataConfig
 from jaxscale.config.errors import Refused
-from jaxscale.config.schema import BuildConfig, DataConfig
-from jaxscale.data.corpus import Tally, corpus_files, documents
-from jaxscale.data.prepare import build, prepare_tokenizer
+from jaxscale.data.build.corpus import corpus_files, documents, tasks
+from jaxscale.data.build.prepare import build, prepare_tokenizer
+from jaxscale.data.build.tally import Tally
 from jaxscale.data.store import TokenDataset
 from jaxscale.data.tokenizer import ByteTokenizer
 from jaxscale.data.writer import DatasetWriter
@@ -105,12 +105,13 @@ MALFORMED = {
 def test_malformed_lines_are_named_or_counted(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(GOOD + b"\n" + line)
-    with pytest.raises(Refused, match=rf"d\.jsonl:3: .*{MALFORMED[line]}.*malformed = \"skip\""):
+    with pytest.raises(Refused, match=rf"d\.jsonl:3: .*{MALFORMED[line]}.*on_error = \"skip\""):
         build(config(tmp_path, files=(str(path),)))
     assert not (tmp_path / "train").exists()
-    report = build(config(tmp_path, files=(str(path),), malformed="skip"))
+    report = build(config(tmp_path, files=(str(path),), on_error="skip"))
     assert report.skipped == {"blank line": 1, "malformed": 1}
-    assert len(report.malformed) == 1 and "d.jsonl:3: " in report.malformed[0]
+    assert [place for place in report.places["malformed"] if "d.jsonl:3: " in place] == [*report.places["malformed"]]
+    assert (tmp_path / "train" / "malformed.txt").read_text() == report.places["malformed"][0] + "\n"
     assert stored(tmp_path / "train") == [[*b"good", 257]]
 
 
@@ -121,10 +122,11 @@ def test_blanks_marks_and_line_ends(tmp_path: Path) -> None:
     (tmp_path / "two.txt").write_bytes(b" \n")
     tally = Tally()
     settings = BuildConfig(files=(str(tmp_path / "*.jsonl"), str(tmp_path / "*.txt"), str(tmp_path / "d*")))
-    found = list(documents(settings, tally))
+    files = corpus_files(settings)
+    found = [document for task in tasks(files, settings) for document in documents(task, settings, tally)]
     assert [document.text for document in found] == ["a\r\nb", "last", "plain\r\ntext"]
-    assert [document.id for document in found] == ["d.jsonl:3", "d.jsonl:6", "one.txt"]
-    assert tally.skipped == Counter({"empty document": 3, "blank line": 2})
+    assert [document.id for document in found] == ["d.jsonl:36", "d.jsonl:62", "one.txt"]
+    assert tally.skipped == {"empty document": 3, "blank line": 2}
     assert tally.bytes_read == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
@@ -192,8 +194,8 @@ def in_processes(folders: list[Path], corpus: str, count: int = 1) -> list[subpr
     script = """
 import sys
 from pathlib import Path
-from jaxscale.config.schema import BuildConfig, DataConfig
-from jaxscale.data.prepare import build
+from jaxscale.config.data import BuildConfig, DataConfig
+from jaxscale.data.build.prepare import build
 folder = Path(sys.argv[1])
 settings = BuildConfig(files=(sys.argv[2],), tokenizer=f"{folder}/t.json", train_vocabulary=600, validation_share=0.2)
 print(build(DataConfig(train=folder / "train", validation={"held": folder / "held"}, build=settings)).built)
@@ -224,13 +226,14 @@ def test_builds_are_byte_identical_and_racing_builders_build_once(tmp_path: Path
             "tokenizer.json",
             "tokens-00000.npy",
             "documents-00000.npy",
+            "documents-00000.parquet",
         }
     assert {path.name for path in one.iterdir()} == {"t.json", "train", "held", ".train.lock", ".t.json.lock"}
 
 
 def test_a_killed_build_leaves_no_half_dataset_and_the_next_one_cleans_up(tmp_path: Path, corpus: str) -> None:
     folder = tmp_path / "killed"
-    for wait in ("t.json", ".train.building-*"):
+    for wait in ("t.json", ".train.building/*/encoded"):
         (process,) = in_processes([folder], corpus)
         deadline = time.monotonic() + 60
         while not list(folder.glob(wait)) and process.poll() is None and time.monotonic() < deadline:
@@ -291,12 +294,14 @@ def test_progress_reaches_the_end(tmp_path: Path, corpus: str) -> None:
 
 
 def test_the_corpus_that_is_on_every_machine() -> None:
-    files = dict(corpus_files(BuildConfig(corpus="python-stdlib")))
-    assert "json/decoder.py" in files and list(files) == sorted(files)
-    assert not [name for name in files if {"test", "tests", "site-packages"} & set(Path(name).parts)]
+    settings = BuildConfig(corpus="python-stdlib")
+    files = corpus_files(settings)
+    names = [file.name for file in files]
+    assert "json/decoder.py" in names and names == sorted(names)
+    assert not [name for name in names if {"test", "tests", "site-packages"} & set(Path(name).parts)]
     tally = Tally()
-    found = list(documents(BuildConfig(corpus="python-stdlib"), tally))
-    assert tally.skipped["malformed"] == 0 and sum(document.text_bytes for document in found) > 5_000_000
+    found = [document for task in tasks(files, settings) for document in documents(task, settings, tally)]
+    assert set(tally.skipped) == {"empty document"} and sum(document.text_bytes for document in found) > 5_000_000
     assert len({document.id for document in found}) == len(found)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +13,10 @@ import numpy as np
 import pytest
 
 from jaxscale.config.errors import Refused
-from jaxscale.data.order import Order, Phase
 from jaxscale.data.store import PADDING_ROW, DocumentSpan, TokenDataset
 from jaxscale.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxscale.data.writer import DatasetWriter
+from tests.sparse import sparse_dataset
 
 
 class Vocabulary(Tokenizer):
@@ -27,6 +29,9 @@ class Vocabulary(Tokenizer):
         raise NotImplementedError
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        raise NotImplementedError
+
+    def token_id(self, token: str) -> int | None:
         raise NotImplementedError
 
 
@@ -210,36 +215,45 @@ def test_a_failed_build_leaves_nothing_and_an_existing_dataset_is_kept(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
-def test_rows_of_a_dataset_of_ten_to_the_twelve_tokens_on_a_sparse_file(tmp_path: Path) -> None:
-    """Indices beyond 2^31 and 2^40: the last row is found at once, whatever the size."""
+def test_indices_beyond_two_to_the_forty(tmp_path: Path) -> None:
+    """A sparse file of 2 TiB: the last row is found at once."""
     count = 2**40 + 100
-    dataset = write(tmp_path / "d", [np.zeros(2, int)], 10)
+    dataset = sparse_dataset(tmp_path / "d", count, shard_tokens=count, document_tokens=2**31 + 5)
     with open(dataset.folder / "tokens-00000.npy", "r+b") as file:
-        header = {"descr": "<u2", "fortran_order": False, "shape": (count,)}
-        np.lib.format.write_array_header_1_0(file, header)
-        size = file.tell() + 2 * count
-        try:
-            file.truncate(size)
-        except OSError:
-            pytest.skip("the file system has no files of 2 TiB")
-        file.seek(size - 6)
+        file.seek(-6, 2)
         file.write(np.array([7, 8, 9], "<u2").tobytes())
-    np.save(dataset.folder / "documents-00000.npy", np.array([2**31 + 5, count - 2, count], np.uint64))
-    manifest = json.loads((dataset.folder / "dataset.json").read_text())
-    manifest |= {"tokens": count, "documents": 3}
-    manifest["shards"][0] |= {
-        "tokens": count,
-        "documents": 3,
-        "tokens_bytes": size,
-        "documents_bytes": (dataset.folder / "documents-00000.npy").stat().st_size,
-    }
-    (dataset.folder / "dataset.json").write_text(json.dumps(manifest))
-    dataset = TokenDataset.open(dataset.folder)
     rows = dataset.rows(64)
     assert rows == 2**34 + 2
     found = dataset.gather(np.array([rows - 1, (2**31 + 5) // 64]), 64)
     assert found.lengths.tolist() == [36, 64]
     assert found.tokens[0, 32:37].tolist() == [0, 7, 8, 9, 0]
-    assert np.flatnonzero(found.starts[0]).tolist() == [34] and np.flatnonzero(found.starts[1]).tolist() == [5]
-    order = Order(dataset.fingerprint, 0, {64: rows}, True, (Phase(0, 8, 64),))
-    assert dataset.gather(order.batch(8 * 10**9), 64).tokens.shape == (8, 64)
+    assert np.flatnonzero(found.starts[0]).tolist() == [] and np.flatnonzero(found.starts[1]).tolist() == [5]
+    assert dataset.documents_in_row((2**31 + 5) // 64, 64)[1] == DocumentSpan(1, 0, 58, 2**31 + 5)
+
+
+FIRST_BATCH = """
+import sys, time, resource
+from pathlib import Path
+from jaxscale.config.phases import Phase
+from jaxscale.data.order import Order, Source
+from jaxscale.data.store import TokenDataset
+
+begun = time.perf_counter()
+dataset = TokenDataset.open(Path(sys.argv[1]))
+source = Source(dataset.fingerprint, {2048: dataset.rows(2048)})
+rows = Order(0, (source,), (Phase(0, 64, 2048),)).batch(int(sys.argv[2])).rows
+assert dataset.gather(rows, 2048).lengths.tolist() == [2048] * 64
+print(time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_the_first_batch_at_example_ten_to_the_nine_of_ten_to_the_twelve_tokens(tmp_path: Path) -> None:
+    """Opening a dataset of 932 shards and gathering 64 rows takes less than a second and no more memory than at 0."""
+    dataset = sparse_dataset(tmp_path / "d", 10**12, shard_tokens=2**30)
+    seconds, memory = {}, {}
+    for cursor in (0, 10**9, 10**9):
+        command = [sys.executable, "-c", FIRST_BATCH, str(dataset.folder), str(cursor)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        seconds[cursor], memory[cursor] = map(float, done.stdout.split())
+    assert seconds[10**9] < 1 and memory[10**9] < memory[0] + 2**22

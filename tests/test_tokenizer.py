@@ -13,7 +13,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxscale.config.errors import Refused
-from jaxscale.data.tokenizer import PIECE, ByteTokenizer, load_tokenizer, pieces, train_bpe
+from jaxscale.data.build.pieces import PIECE, pieces
+from jaxscale.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 
 TEXTS = [
     "def add(a, b):\n    return a + b\n",

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxscale.config.phases import phases_of
 from jaxscale.config.schema import Config
 from jaxscale.model.attention import Mask
 from jaxscale.model.layers import ParameterAxes
 from jaxscale.model.objective import Examples, row_keys
 from jaxscale.model.transformer import Transformer
-from jaxscale.train.build import Lengths, Run, build
+from jaxscale.train.build import Run, Timeline, build
 from jaxscale.train.state import TrainState
 
 DECODER = {"vocabulary_size": 250, "embed_dim": 64, "layers": 2, "heads": 4, "kv_heads": 4, "mlp_dim": 96}
@@ -62,7 +63,7 @@ def make_run(config: Config, devices: int | None = None, mask_id: int = 249) -> 
     """The run of a config on the first so many simulated devices; unset: as many as its mesh asks for."""
     sizes = [size for _, size in config.mesh if size != -1]
     count = devices or int(np.prod(sizes))
-    return build(config, jax.devices()[:count], Lengths(STEPS, 2, 0), mask_id)
+    return build(config, jax.devices()[:count], Timeline(phases_of(config), STEPS, 2, 0), mask_id)
 
 
 def host_batch(run: Run, step: int = 0) -> dict[str, np.ndarray]:
@@ -81,7 +82,9 @@ def host_batch(run: Run, step: int = 0) -> dict[str, np.ndarray]:
 
 def device_batch(run: Run, host: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """The batch on the run's mesh, cut into its microsteps."""
-    return {name: jax.device_put(host[name].reshape(shape.shape), shape.sharding) for name, shape in run.batch.items()}
+    return {
+        name: jax.device_put(host[name].reshape(shape.shape), shape.sharding) for name, shape in run.batch(0).items()
+    }
 
 
 def train(run: Run, steps: int = 3) -> tuple[Any, list[dict[str, np.ndarray]]]:

@@ -67,6 +67,10 @@ class Processes:
         return self.index == 0
 
 
+ALONE = Processes(0, (Member("", 0),))
+"""A process for itself."""
+
+
 @dataclass(frozen=True)
 class Place:
     """How one process joins the others. `coordinator` None: JAX finds it. `device_ids` empty: all that are visible."""
@@ -180,10 +184,10 @@ def local_device_ids(environment: Mapping[str, str], gpus_on_host: int) -> tuple
     return tuple(range(index * share, (index + 1) * share))
 
 
-def exchange(value: bytes) -> list[bytes]:
+def exchange(value: bytes, seconds: int = AGREE_SECONDS) -> list[bytes]:
     """Give `value` to all processes and return theirs, in order of process index. All must call it, in the same order.
 
-    Meant for small values (a few kilobytes each). Raises `Fault` if a process does not come within ten minutes.
+    Meant for small values (a few kilobytes each). Raises `Fault` if a process does not come within so many seconds.
     """
     client = _client()
     if client is None:
@@ -192,7 +196,7 @@ def exchange(value: bytes) -> list[bytes]:
     folder = f"jaxscale/exchange/{call}/"
     with _coordination(f"exchange {call} between the processes"):
         client.key_value_set_bytes(f"{folder}{index}", value)
-        client.wait_at_barrier(f"jaxscale/exchange/{call}", AGREE_SECONDS * 1000)
+        client.wait_at_barrier(f"jaxscale/exchange/{call}", seconds * 1000)
         answers = {int(key.rpartition("/")[2]): data for key, data in client.key_value_dir_get_bytes(folder)}
         # Whoever has passed this barrier has long read the answers of the call before.
         with contextlib.suppress(jax.errors.JaxRuntimeError):

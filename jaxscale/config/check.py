@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
+from jaxscale.config.check_build import build_mistakes
+from jaxscale.config.data import DataConfig
 from jaxscale.config.devices import AXES, check_tensor, closest, divisors, fit
 from jaxscale.config.errors import Refused, WrongValue
-from jaxscale.config.length import parse_length, to_steps, train_length
-from jaxscale.config.schema import Config, DataConfig, RopeConfig, ScheduleConfig
+from jaxscale.config.length import parse_length
+from jaxscale.config.model import RopeConfig
+from jaxscale.config.phases import Phase, lengths_of, phases_of
+from jaxscale.config.schema import Config, ScheduleConfig
 
 Mistakes = Iterator[WrongValue]
 
@@ -49,12 +54,16 @@ def heads(config: Config) -> Mistakes:
 
 def positions(config: Config) -> Mistakes:
     """A table of learned positions is long enough; settings of the other kind of positions are not silently ignored."""
-    model, length = config.model, config.data.sequence_length
+    model = config.model
+    lengths = {"data": config.data.sequence_length}
+    lengths |= {f"phases.{number}": phase.sequence_length or 0 for number, phase in enumerate(config.phases)}
+    longest = max(lengths, key=lambda place: lengths[place])
+    length = lengths[longest]
     if model.positions == "learned":
         if model.max_positions is None:
             yield WrongValue("model.max_positions", None, f'positions = "learned" needs it; at least {length}')
         elif model.max_positions < length:
-            allowed = f"must be at least data.sequence_length = {length}; nearest: {length}"
+            allowed = f"must be at least {longest}.sequence_length = {length}; nearest: {length}"
             yield WrongValue("model.max_positions", model.max_positions, allowed)
         if model.rope != RopeConfig():
             yield WrongValue("model.rope", None, 'is for positions = "rope"; leave it out where they are "learned"')
@@ -106,6 +115,16 @@ def attention(config: Config) -> Mistakes:
         yield WrongValue("model.attention", "cudnn", 'needs precision.compute = "bfloat16"; nearest: "auto"')
 
 
+def sequence(config: Config) -> Mistakes:
+    """A row of one token has nothing to predict."""
+    if config.objective.kind == "causal":
+        lengths = {"data": config.data.sequence_length}
+        lengths |= {f"phases.{n}": p.sequence_length for n, p in enumerate(config.phases) if p.sequence_length}
+        for place, length in lengths.items():
+            if length < 2:
+                yield WrongValue(f"{place}.sequence_length", length, "there is nothing to predict; at least 2")
+
+
 def run_length(config: Config) -> Mistakes:
     """Exactly one of the keys of [train]."""
     given = {f"train.{key}": value for key, value in config.train if value is not None}
@@ -120,8 +139,50 @@ def run_length(config: Config) -> Mistakes:
 def schedule(config: Config) -> Mistakes:
     """Lengths of the schedule can be read, belong to its kind, and fit into the run as far as that is known."""
     yield from _schedule_keys(config.schedule)
-    if not any(_schedule_keys(config.schedule)) and not any(run_length(config)):
-        yield from schedule_fits(config, rows=None)
+    unreadable = (*_schedule_keys(config.schedule), *run_length(config), *phases(config))
+    if not unreadable:
+        yield from schedule_fits(config, phases_of(config), rows=None)
+
+
+def phases(config: Config) -> Mistakes:
+    """Every phase begins where an update ends, and knows its sources; something is drawn in each of them."""
+    try:
+        found = phases_of(config)
+    except WrongValue as wrong:
+        yield wrong
+        return
+    for number, phase in enumerate(found):
+        if not any(phase.weights):
+            key = f"phases.{number - 1}.weights" if number else "data.train"
+            yield WrongValue(key, None, "all weights are 0; at least one source must have more")
+
+
+def passes(config: Config) -> Mistakes:
+    """A length in epochs is about one dataset at one sequence length and batch."""
+    if not config.phases and len(config.data.sources) == 1:
+        return
+    lengths = (
+        ("train.epochs", config.train.epochs),
+        ("schedule.warmup", config.schedule.warmup),
+        ("schedule.decay", config.schedule.decay),
+    )
+    for key, value in lengths:
+        if value is not None and (key == "train.epochs" or (isinstance(value, str) and "epoch" in value)):
+            yield WrongValue(
+                key, value, 'epochs are for one dataset without phases; nearest: tokens, such as "10B tokens"'
+            )
+
+
+def skips(config: Config) -> Mistakes:
+    """Ranges to skip are not empty, and of a length that the run has."""
+    lengths = {config.data.sequence_length, *(p.sequence_length for p in config.phases if p.sequence_length)}
+    for number, skip in enumerate(config.data.skip):
+        if skip.end <= skip.first:
+            yield WrongValue(f"data.skip.{number}.end", skip.end, f"must be above first = {skip.first}")
+        if skip.sequence_length not in lengths:
+            known = closest(sorted(lengths), skip.sequence_length)
+            allowed = f"no part of the run has rows of this length; nearest: {known}"
+            yield WrongValue(f"data.skip.{number}.sequence_length", skip.sequence_length, allowed)
 
 
 def _schedule_keys(plan: ScheduleConfig) -> Mistakes:
@@ -142,24 +203,19 @@ def _schedule_keys(plan: ScheduleConfig) -> Mistakes:
         yield WrongValue("schedule.final_share", plan.final_share, 'kind = "constant" does not decay; leave it out')
 
 
-def schedule_fits(config: Config, rows: int | None) -> Mistakes:
+def schedule_fits(config: Config, phases: Sequence[Phase], rows: int | None) -> Mistakes:
     """Warm-up and decay together are not longer than the run; `rows` are the dataset's, None while they are unknown."""
-
-    def steps(key: str, text: int | str | None) -> tuple[str, int | str | None, int | None]:
-        length = parse_length(text or 0)
-        return key, text, to_steps(length, config.batch.global_size, config.data.sequence_length, rows)
-
-    total = to_steps(train_length(config), config.batch.global_size, config.data.sequence_length, rows)
-    parts = [steps("schedule.warmup", config.schedule.warmup), steps("schedule.decay", config.schedule.decay)]
+    lengths, plan = lengths_of(config, phases, rows), config.schedule
+    parts = [("schedule.warmup", plan.warmup, lengths.warmup), ("schedule.decay", plan.decay, lengths.decay)]
     known = [(key, text, count) for key, text, count in parts if count]
-    if total is None or not known:
+    if lengths.steps is None or not known:
         return
     used = sum(count for *_, count in known)
-    if used > total:
+    if used > lengths.steps:
         key, text, count = known[-1]
         together = "with the others" if len(known) > 1 else "alone"
-        allowed = f"{together} takes {used} updates of a run of {total}; at most {max(total - used + count, 0)} here"
-        yield WrongValue(key, text, allowed)
+        most = max(lengths.steps - used + count, 0)
+        yield WrongValue(key, text, f"{together} takes {used} updates of a run of {lengths.steps}; at most {most} here")
 
 
 def mesh(config: Config) -> Mistakes:
@@ -184,10 +240,14 @@ def mesh(config: Config) -> Mistakes:
 
 def batch(config: Config) -> Mistakes:
     """Microbatches come out even on one data shard; the number of shards is `devices.fit`'s matter."""
-    size, microbatch = config.batch.global_size, config.batch.microbatch
-    if microbatch is not None and size % microbatch:
-        works = closest(divisors(size), microbatch)
-        yield WrongValue("batch.microbatch", microbatch, f"must divide batch.global_size = {size}; nearest: {works}")
+    if any(phases(config)):
+        return
+    for number, phase in enumerate(phases_of(config)):
+        place = f"phases.{number - 1}" if number else "batch"
+        if phase.microbatch is not None and phase.global_batch % phase.microbatch:
+            works = closest(divisors(phase.global_batch), phase.microbatch)
+            allowed = f"must divide {place}.global_size = {phase.global_batch}; nearest: {works}"
+            yield WrongValue(f"{place}.microbatch", phase.microbatch, allowed)
 
 
 def cluster(config: Config) -> Mistakes:
@@ -223,18 +283,14 @@ def data_mistakes(data: DataConfig) -> Mistakes:
     build = data.build
     if build is None:
         return
-    if not build.files and build.corpus is None:
+    if not isinstance(data.train, Path):
         yield WrongValue(
-            "data.build", None, 'data.build.files or data.build.corpus must say what to read, e.g. "python-stdlib"'
+            "data.build", None, "builds one dataset, but data.train is a mixture; build each with a config of its own"
         )
-    if build.files and build.corpus is not None:
-        allowed = "only one of data.build.files and data.build.corpus; leave one out"
-        yield WrongValue("data.build.corpus", build.corpus, allowed)
-    if build.train_vocabulary is not None and build.tokenizer == "bytes":
-        allowed = "data.build.tokenizer must name the tokenizer.json to write; the built-in bytes are not trained"
-        yield WrongValue("data.build.train_vocabulary", build.train_vocabulary, allowed)
-    if build.validation_share > 0 and len(data.validation) != 1:
-        allowed = f"needs exactly one split in [data.validation] to write to, not {len(data.validation)}"
+        return
+    yield from build_mistakes(build)
+    if build.validation_share > 0 and data.held_out is None:
+        allowed = 'needs a split in [data.validation] to write to: the only one, or one that is called "validation"'
         yield WrongValue("data.build.validation_share", build.validation_share, allowed)
     elif build.validation_share > 0 and data.train in data.validation.values():
         yield WrongValue("data.train", data.train, "the held-out split must have a folder of its own")
@@ -256,7 +312,7 @@ def simulated_devices(config: Config, environment: Mapping[str, str] = os.enviro
     else:
         return
     try:
-        fit(config, devices)
+        fit(config, phases_of(config), devices)
     except WrongValue as wrong:
         yield wrong
 
@@ -267,7 +323,11 @@ RULES: tuple[Callable[[Config], Mistakes], ...] = (
     objective,
     head,
     attention,
+    sequence,
     run_length,
+    phases,
+    passes,
+    skips,
     schedule,
     mesh,
     batch,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 from jaxscale.config.errors import WrongValue
-from jaxscale.config.schema import BatchConfig, Config, MeshConfig, ModelConfig
+from jaxscale.config.model import ModelConfig
+from jaxscale.config.phases import Phase
+from jaxscale.config.schema import Config, MeshConfig
 
 AXES = tuple(MeshConfig.model_fields)
 """Names of the mesh axes."""
@@ -56,29 +59,31 @@ def resolve_mesh(mesh: MeshConfig, devices: int) -> dict[str, int]:
     return sizes
 
 
-def data_shards(axes: dict[str, int]) -> int:
+def data_shards(axes: Mapping[str, int]) -> int:
     """Parts that the rows of a microstep are divided into: replica x fsdp x expert."""
     return axes["replica"] * axes["fsdp"] * axes["expert"]
 
 
-def microsteps(batch: BatchConfig, shards: int) -> int:
-    """Microsteps of an update: global_size = microbatch x microsteps x shards; 1 where microbatch is unset.
+def microsteps(phase: Phase, shards: int, section: str = "batch") -> int:
+    """Microsteps of an update: global batch = microbatch x microsteps x shards; 1 where microbatch is unset.
 
-    Raises WrongValue, with the nearest legal values, if the global batch does not come out even.
+    Raises WrongValue, with the nearest legal values, if the global batch does not come out even; the keys are those of
+    the config's `section`.
     """
-    size, microbatch = batch.global_size, batch.microbatch
+    size, microbatch = phase.global_batch, phase.microbatch
     if size % shards:
         even = closest_multiples(size, shards)
-        raise WrongValue("batch.global_size", size, f"must be a multiple of the {shards} data shards; nearest: {even}")
+        allowed = f"must be a multiple of the {shards} data shards; nearest: {even}"
+        raise WrongValue(f"{section}.global_size", size, allowed)
     if microbatch is None:
         return 1
     if size % (microbatch * shards):
         raise WrongValue(
-            "batch.global_size",
+            f"{section}.global_size",
             size,
-            f"must be a multiple of batch.microbatch x data shards = {microbatch} x {shards}; "
+            f"must be a multiple of {section}.microbatch x data shards = {microbatch} x {shards}; "
             f"nearest: {closest_multiples(size, microbatch * shards)}, "
-            f"or batch.microbatch = {closest(divisors(size // shards), microbatch, 3)}",
+            f"or {section}.microbatch = {closest(divisors(size // shards), microbatch, 3)}",
         )
     return size // (microbatch * shards)
 
@@ -96,12 +101,13 @@ def check_tensor(model: ModelConfig, tensor: int) -> None:
         raise WrongValue("mesh.tensor", tensor, f"must divide {' and '.join(wrong)}; values that work: {works}")
 
 
-def fit(config: Config, devices: int) -> dict[str, int]:
+def fit(config: Config, phases: Sequence[Phase], devices: int) -> dict[str, int]:
     """The mesh's axes on `devices`, after checking that model and batches divide over them. Raises WrongValue."""
     axes = resolve_mesh(config.mesh, devices)
     check_tensor(config.model, axes["tensor"])
     shards = data_shards(axes)
-    microsteps(config.batch, shards)
+    for number, phase in enumerate(phases):
+        microsteps(phase, shards, f"phases.{number - 1}" if number else "batch")
     evaluated = config.evaluate.batch_size
     if evaluated is not None and evaluated % shards:
         even = closest_multiples(evaluated, shards)

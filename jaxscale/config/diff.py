@@ -10,7 +10,8 @@ from typing import Any
 
 import tomli_w
 
-from jaxscale.config.schema import Config, Section
+from jaxscale.config.schema import Config
+from jaxscale.config.section import Section
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,24 @@ def _table(section: Section) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        if isinstance(value, Section):
-            table[name] = _table(value)
-        elif value is not None:
-            table[name] = dumped[name]
+        if value is not None:
+            table[name] = _toml(value, dumped[name])
         elif field.get_default(call_default_factory=True) is not None:
             table[name] = "none"
     return table
+
+
+def _toml(value: Any, dumped: Any) -> Any:
+    """A value as TOML; `dumped` is its JSON form, right for all but sections."""
+    match value:
+        case Section():
+            return _table(value)
+        case dict():
+            return {name: _toml(inner, dumped[name]) for name, inner in value.items()}
+        case tuple():
+            return [_toml(inner, dumped[number]) for number, inner in enumerate(value)]
+        case _:
+            return dumped
 
 
 def json_schema() -> dict[str, Any]:

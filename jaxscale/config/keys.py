@@ -10,7 +10,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from jaxscale.config.schema import Config, Section
+from jaxscale.config.schema import Config
+from jaxscale.config.section import Section
 
 COMMON_NAMES = {
     "accumulation_steps": "batch.microbatch",
@@ -33,6 +34,10 @@ COMMON_NAMES = {
     "warmup_steps": "schedule.warmup",
 }
 """What other trainers call some of our keys."""
+
+
+ENTRY = "NAME"
+"""Stands in `all_keys` for the name of an entry."""
 
 
 def _flatten(annotation: Any) -> Iterator[Any]:
@@ -61,22 +66,33 @@ def is_optional(field: FieldInfo) -> bool:
     return NoneType in types_of(field)
 
 
-def is_table(field: FieldInfo) -> bool:
-    """Whether the field is a table of names that the user chooses."""
-    return any(get_origin(kind) is dict for kind in types_of(field))
+def has_entries(field: FieldInfo) -> bool:
+    """Whether the field is a table of names that the user chooses, or a list."""
+    return any(get_origin(kind) in (dict, tuple) for kind in types_of(field))
+
+
+def entries_of(field: FieldInfo) -> list[type[Section]]:
+    """The section classes of the entries of such a table or list; empty where they are plain values."""
+    inner = [kind for outer in types_of(field) if get_origin(outer) in (dict, tuple) for kind in get_args(outer)]
+    return [kind for kind in inner if isinstance(kind, type) and issubclass(kind, Section)]
 
 
 def find(key: Sequence[str]) -> FieldInfo | None:
-    """The field of a key, or None if there is no such key; an entry of a table of names gives the table's field."""
+    """The field of a key, None if there is no such key.
+
+    The key of an entry of a table of names, or of a list (`phases.0`), gives the field of the table or list.
+    """
     sections: list[type[Section]] = [Config]
     field: FieldInfo | None = None
-    for position, part in enumerate(key):
-        if field is not None and is_table(field):
-            return field if position == len(key) - 1 else None
+    names_entry = False
+    for part in key:
+        if field is not None and names_entry:
+            sections, names_entry = entries_of(field), False
+            continue
         field = next((section.model_fields[part] for section in sections if part in section.model_fields), None)
         if field is None:
             return None
-        sections = sections_of(field)
+        sections, names_entry = sections_of(field), has_entries(field)
     return field
 
 
@@ -89,6 +105,8 @@ def all_keys() -> tuple[str, ...]:
             yield prefix + name
             for inner in sections_of(field):
                 yield from walk(inner, f"{prefix}{name}.")
+            for inner in entries_of(field):
+                yield from walk(inner, f"{prefix}{name}.{ENTRY}.")
 
     return tuple(dict.fromkeys(walk(Config, "")))
 

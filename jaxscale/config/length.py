@@ -1,8 +1,7 @@
-"""Lengths of training in updates, tokens or passes over the data, and how many updates they are."""
+"""Lengths of training in updates, tokens or passes over the data."""
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -42,17 +41,6 @@ def parse_length(text: int | str) -> Length:
     if unit != "epoch" and value.denominator != 1:
         raise ValueError(f"must be a whole number of {unit}s")
     return Length(value, cast(Unit, unit + "s"))
-
-
-def to_steps(length: Length, global_size: int, sequence_length: int, rows: int | None) -> int | None:
-    """Updates that `length` takes, rounded up; None for epochs of a dataset whose number of `rows` is not known yet."""
-    match length.unit:
-        case "steps":
-            return int(length.value)
-        case "tokens":
-            return math.ceil(length.value / (global_size * sequence_length))
-        case "epochs":
-            return None if rows is None else math.ceil(length.value * rows / global_size)
 
 
 def train_length(config: Config) -> Length:

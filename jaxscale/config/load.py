@@ -15,8 +15,10 @@ from pydantic_core import ErrorDetails
 
 from jaxscale.config import keys
 from jaxscale.config.check import data_mistakes, mistakes
+from jaxscale.config.data import DataConfig
 from jaxscale.config.errors import Refused, WrongValue
-from jaxscale.config.schema import Config, DataConfig, Section
+from jaxscale.config.schema import Config
+from jaxscale.config.section import Section
 from jaxscale.config.source import Key, Source, Tree, merge, read
 
 COMMAND_LINE = "command line"
@@ -102,11 +104,17 @@ def _unset(tree: Tree, sections: Sequence[type[Section]]) -> Tree:
             result[name] = None
         elif isinstance(value, dict) and (inner := keys.sections_of(field)):
             result[name] = _unset(value, inner)
-        elif isinstance(value, dict) and keys.is_table(field):
-            result[name] = {entry: v for entry, v in value.items() if v != "none"}
+        elif isinstance(value, dict) and keys.has_entries(field):
+            result[name] = {entry: _unset_entry(v, keys.entries_of(field)) for entry, v in value.items() if v != "none"}
+        elif isinstance(value, list):
+            result[name] = [_unset_entry(entry, keys.entries_of(field)) for entry in value]
         else:
             result[name] = value
     return result
+
+
+def _unset_entry(entry: Any, sections: Sequence[type[Section]]) -> Any:
+    return _unset(entry, sections) if isinstance(entry, dict) and sections else entry
 
 
 def _json(tree: Tree) -> str:
@@ -151,8 +159,15 @@ _ABSENT = object()
 def _at(tree: Any, key: Key) -> Any:
     """The value at `key`, or _ABSENT."""
     for part in key:
-        tree = tree.get(part, _ABSENT) if isinstance(tree, dict) else _ABSENT
+        tree = _inner(tree, part)
     return tree
+
+
+def _inner(tree: Any, part: str | int) -> Any:
+    """The entry `part` of a table or, by its number, of a list; _ABSENT if there is none."""
+    if isinstance(tree, list) and str(part).isdecimal() and int(part) < len(tree):
+        return tree[int(part)]
+    return tree.get(part, _ABSENT) if isinstance(tree, dict) else _ABSENT
 
 
 def _key(location: Sequence[str | int], tree: Any) -> Key:
@@ -160,8 +175,9 @@ def _key(location: Sequence[str | int], tree: Any) -> Key:
 
     def walk(value: Any) -> Iterator[str]:
         for position, part in enumerate(location):
-            if isinstance(value, dict) and (part in value or position == len(location) - 1):
-                value = value.get(part)
+            inside = _inner(value, part)
+            if inside is not _ABSENT or (isinstance(value, dict) and position == len(location) - 1):
+                value = inside
                 yield str(part)
             elif not isinstance(value, dict):
                 return

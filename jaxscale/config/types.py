@@ -39,9 +39,11 @@ Seed = Annotated[int, Field(ge=0, lt=2**32), BeforeValidator(_whole)]
 """A seed of 32 bits."""
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 """A part of a whole, 0 to 1."""
+Weight = Annotated[float, Field(ge=0.0)]
+"""A share of a mixture, over the sum of all."""
 AbsolutePath = Annotated[Path, PlainValidator(absolute, json_schema_input_type=str)]
 """A path, resolved once: see `absolute`."""
-PathText = Annotated[str, AfterValidator(lambda path: str(absolute(path)))]
-"""A path or glob that stays text, resolved once."""
+Address = Annotated[str, AfterValidator(lambda text: text if "://" in text else str(absolute(text)))]
+"""A path or glob, resolved once, or an address such as `s3://bucket/name`, which stays as it is."""
 TokenizerName = Annotated[str, AfterValidator(_tokenizer)]
 """`bytes`, or a path that is resolved once."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
-from jaxscale.config.schema import DataConfig
-from jaxscale.data.loader import HostBatch, batches, row_digests
+from jaxscale.config.errors import Fault
+from jaxscale.config.phases import cursor_at_step, phase_at, step_at_cursor
+from jaxscale.data.loader import HostBatch, Reading, batches, row_digests
+from jaxscale.data.mixture import Mixture
 from jaxscale.data.order import Order, Spread
-from jaxscale.data.store import TokenDataset
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 """Shape, dtype and sharding of each array of a batch, `[microsteps, rows, ...]`."""
@@ -35,31 +36,58 @@ class Feed:
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        mixture: Mixture,
         order: Order | Spread,
-        shapes: Shapes,
-        config: DataConfig,
+        shapes_at: Callable[[int], Shapes],
+        reading: Reading,
         *,
         first_step: int,
         last_step: int,
         digests: bool = False,
     ) -> None:
-        """The read-ahead begins at once. `digests`: also compute the sha256 of each row."""
-        rows = process_rows(shapes["tokens"])
+        """The read-ahead begins at once.
+
+        Args:
+            mixture: where the rows come from.
+            order: which of them.
+            shapes_at: the arrays of the batch of an update (from 0).
+            reading: how they are read.
+            first_step: update (from 0) of the first batch.
+            last_step: update after the last one.
+            digests: whether to compute the sha256 of each row, too.
+        """
+        phases = order.phases
+        first_steps = {phase: step_at_cursor(phases, phase.first_cursor) for phase in phases}
+        own = {phase: process_rows(shapes_at(step)["tokens"]) for phase, step in first_steps.items()}
+
+        def rows_of(step: int) -> np.ndarray:
+            return own[phase_at(phases, cursor_at_step(phases, step))]
 
         def finish(batch: HostBatch) -> FedBatch:
             digested = row_digests(batch.tokens, batch.lengths) if digests else None
-            return FedBatch(to_devices(batch, shapes), rows, digested)
+            return FedBatch(to_devices(batch, shapes_at(batch.step)), batch.rows, digested)
 
-        self._batches: Iterator[FedBatch] = batches(
-            dataset, order, first_step, last_step, rows, config.read_threads, config.read_ahead, finish
-        )
+        self._batches = batches(mixture, order, first_step, last_step, rows_of, reading, finish)
 
     def next(self) -> tuple[FedBatch, float]:
-        """The next batch, and the seconds that it was waited for."""
+        """The next batch, and the seconds that it was waited for.
+
+        Raises:
+            Fault: a process that gathers has died.
+        """
         begin = time.perf_counter()
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except RuntimeError as error:
+            if "Worker process" in str(error):
+                reason = str(error).splitlines()[0]
+                raise Fault(f"data.workers: a process that gathers batches has died: {reason}") from error
+            raise
         return batch, time.perf_counter() - begin
+
+    def close(self) -> None:
+        """Ends all threads and processes that read."""
+        self._batches.close()
 
 
 def process_rows(tokens: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import IO
 
 
+def cache_folder() -> Path:
+    """Where goes what cannot be written beside the data it belongs to; the variable JAXSCALE_CACHE moves it."""
+    return Path(os.environ.get("JAXSCALE_CACHE") or Path.home() / ".cache/jaxscale") / "data"
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write `path` so that no reader ever sees half of it; parent folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)

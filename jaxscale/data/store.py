@@ -6,41 +6,32 @@
     documents-00000.npy   [documents] uint64: where each document of the shard ends, counted from the shard's start
 
 A document never spans shards. A dataset appears under its name only when it is complete, and is never changed after.
+Token files of other programs are the shards of such a dataset in the cache folder (`foreign.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxscale.config.errors import Refused
+from jaxscale.data import foreign
+from jaxscale.data.formats import named
+from jaxscale.data.manifest import MANIFEST, Manifest, Shard, read_manifest
+from jaxscale.data.progress import Progress, silent
+from jaxscale.data.scan import file_sha256, in_parallel, pieces, token_blocks
 from jaxscale.data.tokenizer import Tokenizer, load_tokenizer
 
-MANIFEST = "dataset.json"
-FORMAT = "jaxscale token dataset"
-VERSION = 1
 PADDING_ROW = -1
 """Row index that `gather` fills with padding: length 0, all ids 0."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One pair of shard files, as the manifest lists it."""
-
-    tokens_file: str
-    tokens: int
-    tokens_bytes: int
-    tokens_sha256: str
-    documents_file: str
-    documents: int
-    documents_bytes: int
-    documents_sha256: str
 
 
 class Rows(NamedTuple):
@@ -52,6 +43,12 @@ class Rows(NamedTuple):
     """`[rows, sequence] bool`: True where a document begins."""
     lengths: np.ndarray
     """`[rows] int32`: number of real tokens; padding is at the end only."""
+
+    @staticmethod
+    def empty(rows: int, sequence_length: int) -> Rows:
+        """Rows that views are to fill: nothing is known of the tokens yet, no document starts, all lengths are 0."""
+        shape = (rows, sequence_length)
+        return Rows(np.empty(shape, np.int32), np.zeros(shape, bool), np.zeros(rows, np.int32))
 
 
 class DocumentSpan(NamedTuple):
@@ -68,74 +65,42 @@ class DocumentSpan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenDataset:
+class TokenDataset(Manifest):
     """A token dataset opened for reading; the files are memory-mapped when first touched."""
 
+    path: Path
+    """What was opened: the dataset's folder, or token files of another program."""
     folder: Path
-    documents: int
-    tokens: int
-    text_bytes: int
-    """Bytes of UTF-8 text that were encoded: the denominator of bits per byte."""
-    vocabulary_size: int
-    end_id: int
-    begin_id: int | None
-    mask_id: int | None
-    dtype: str
-    shards: tuple[Shard, ...]
-    tokenizer_fingerprint: str
-    built_in_tokenizer: bool
-    built: dict[str, Any] = field(compare=False)
-    """How it was built."""
+    """The folder of the manifest: `path`, or a folder in the cache folder."""
     _maps: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False, compare=False)
 
-    @staticmethod
-    def find(folder: Path) -> TokenDataset | None:
-        """The dataset in `folder`, opened; None if none has been built there yet. Raises Refused as `open` does."""
-        return TokenDataset.open(folder) if (folder / MANIFEST).is_file() else None
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process is sent: not the memory maps, which it opens itself."""
+        return {**self.__dict__, "_maps": {}}
 
     @staticmethod
-    def open(folder: Path) -> TokenDataset:
-        """Open the dataset in `folder`.
+    def find(path: Path, tokenizer: str | None = None) -> TokenDataset | None:
+        """What `open` opens if that takes no time; None where nothing is there yet, or what has not been read yet.
+
+        Raises Refused as `open` does.
+        """
+        there = (path / MANIFEST).is_file() or (named(path) and foreign.known(path, tokenizer))
+        return TokenDataset.open(path, tokenizer) if there else None
+
+    @staticmethod
+    def open(path: Path, tokenizer: str | None = None, progress: Progress = silent) -> TokenDataset:
+        """Open the dataset in the folder `path`, or token files of another program (see `foreign.adopt`).
+
+        `tokenizer`: `bytes` or the path of a `tokenizer.json`; needed by files of other programs that have none beside
+        them, and held against a dataset's own one. `progress` is told while such files are read for the first time.
 
         Raises Refused, naming the file, for anything missing, cut short or of another kind. Sizes and headers are
         checked here, contents only by `verify`.
         """
-        path = folder / MANIFEST
-        if not path.is_file():
-            raise Refused(f"{folder}: not a token dataset (no {MANIFEST}); `jaxscale data build` makes one")
-        try:
-            manifest = json.loads(path.read_bytes())
-            kind, version = manifest["format"], manifest["version"]
-            if (kind, version) != (FORMAT, VERSION):
-                raise Refused(f"{path}: {kind!r} version {version}; this jaxscale reads {FORMAT!r} version {VERSION}")
-            tokenizer = manifest["tokenizer"]
-            dataset = TokenDataset(
-                folder=folder,
-                documents=manifest["documents"],
-                tokens=manifest["tokens"],
-                text_bytes=manifest["text_bytes"],
-                vocabulary_size=tokenizer["vocabulary_size"],
-                end_id=tokenizer["end_id"],
-                begin_id=tokenizer["begin_id"],
-                mask_id=tokenizer["mask_id"],
-                dtype=manifest["dtype"],
-                shards=tuple(Shard(**shard) for shard in manifest["shards"]),
-                tokenizer_fingerprint=tokenizer["fingerprint"],
-                built_in_tokenizer=tokenizer["built_in"],
-                built=manifest["built"],
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Refused(f"{path}: damaged manifest ({type(error).__name__}: {error})") from error
-        if dataset.dtype not in ("uint16", "uint32"):
-            raise Refused(f"{path}: dtype {dataset.dtype!r}; allowed: uint16, uint32")
-        for counted, name in ((dataset.tokens, "tokens"), (dataset.documents, "documents")):
-            if counted != sum(getattr(shard, name) for shard in dataset.shards):
-                raise Refused(f"{path}: damaged manifest (its shards do not add up to {counted} {name})")
-        if dataset.tokens < 1:
-            raise Refused(f"{path}: the dataset is empty")
-        for shard in dataset.shards:
-            _check_file(folder / shard.tokens_file, shard.tokens_bytes, shard.tokens, dataset.dtype)
-            _check_file(folder / shard.documents_file, shard.documents_bytes, shard.documents, "uint64")
+        folder = path if (path / MANIFEST).is_file() else foreign.adopt(path, tokenizer, progress)
+        dataset = TokenDataset(**vars(read_manifest(folder)), path=path, folder=folder)
+        if folder == path and tokenizer and load_tokenizer(tokenizer).fingerprint != dataset.tokenizer_fingerprint:
+            raise Refused(f"{path}: was built with another tokenizer than {tokenizer}; leave it out, it has its own")
         return dataset
 
     @cached_property
@@ -151,48 +116,79 @@ class TokenDataset:
             raise Refused(f"{self.folder / 'tokenizer.json'}: not the tokenizer that {MANIFEST} names")
         return tokenizer
 
-    def verify(self) -> None:
-        """Read everything: checksums, ids below the vocabulary, document ends; raises Refused naming the bad file."""
+    def verify(self, progress: Progress = silent) -> None:
+        """Read everything: checksums, ids below the vocabulary, document ends; raises Refused naming each bad file."""
         self.tokenizer()
-        for number, shard in enumerate(self.shards):
-            for name, expected in (
-                (shard.tokens_file, shard.tokens_sha256),
-                (shard.documents_file, shard.documents_sha256),
-            ):
-                if file_sha256(self.folder / name) != expected:
-                    raise Refused(f"{self.folder / name}: its content is not what {MANIFEST} says (sha256 differs)")
-            tokens, ends = self._shard(number)
-            if int(tokens.max()) >= self.vocabulary_size:
-                raise Refused(f"{self.folder / shard.tokens_file}: ids beyond the vocabulary of {self.vocabulary_size}")
-            if int(ends[-1]) != shard.tokens or not (ends[1:] > ends[:-1]).all():
-                raise Refused(f"{self.folder / shard.documents_file}: document ends do not rise to {shard.tokens}")
+        total = sum(shard.tokens_bytes + shard.documents_bytes for shard in self.shards)
+        complaints = in_parallel(self._verify_shard, self.shards, f"verifying {self.path}", total, progress)
+        if found := [complaint for complaint in complaints if complaint]:
+            raise Refused("\n".join(found))
+
+    def _verify_shard(self, shard: Shard, advance: Callable[[int], None]) -> str | None:
+        """What is wrong with a shard."""
+        path, documents = self.folder / shard.tokens_file, self.folder / shard.documents_file
+        sums, largest, last = hashlib.sha256(), 0, 0
+        for block in token_blocks(path, _header_bytes(shard, self.dtype), self.dtype, sums):
+            advance(block.nbytes)
+            largest = max(largest, int(block.max()))
+        if sums.hexdigest() != shard.tokens_sha256:
+            return f"{path}: its content is not what {self.folder / MANIFEST} says (sha256 differs)"
+        if file_sha256(documents) != shard.documents_sha256:
+            return f"{documents}: its content is not what {self.folder / MANIFEST} says (sha256 differs)"
+        if largest >= self.vocabulary_size:
+            return f"{path}: ids beyond the vocabulary of {self.vocabulary_size}, up to {largest}"
+        for ends in pieces(np.load(documents, mmap_mode="r")):
+            if last >= int(ends[0]) or not (ends[1:] > ends[:-1]).all():
+                return f"{documents}: document ends do not rise"
+            last = int(ends[-1])
+        advance(shard.documents_bytes)
+        return None if last == shard.tokens else f"{documents}: ends at token {last}, but the shard at {shard.tokens}"
 
     def rows(self, sequence_length: int) -> int:
         """Number of rows of `sequence_length` stored tokens; the last one may be padded."""
         return -(-self.tokens // sequence_length)
 
     def gather(self, rows: np.ndarray, sequence_length: int) -> Rows:
-        """The rows with these indices (`[n]` integers; `PADDING_ROW` gives an empty one), all at once.
+        """The rows with these indices (`[n]` integers; `PADDING_ROW` gives an empty one), all at once."""
+        out = Rows.empty(len(rows), sequence_length)
+        self.gather_into(out, np.arange(len(rows)), rows)
+        return out
 
-        One copy per shard touched; only rows that reach over the end of a shard are copied by themselves.
+    def gather_into(self, out: Rows, places: np.ndarray, rows: np.ndarray) -> None:
+        """Write the rows with these indices (`[n]` integers) to places (`[n] int64`) of `out`.
+
+        Tokens are copied by slices, one for each row and shard that it lies in, so that it does not matter how many
+        shards there are; where documents start is looked up once for each shard.
         """
-        rows = np.asarray(rows, np.int64)
-        if rows.size and not PADDING_ROW <= rows.min() <= rows.max() < self.rows(sequence_length):
-            raise IndexError(f"rows {rows.min()} to {rows.max()}; there are {self.rows(sequence_length)}")
-        begin = rows * sequence_length
-        length = np.where(rows == PADDING_ROW, 0, np.minimum(self.tokens - begin, sequence_length))
-        tokens = np.zeros((len(rows), sequence_length), np.int32)
-        starts = np.zeros((len(rows), sequence_length), bool)
-        first_shard = np.searchsorted(self._offsets, begin, "right") - 1
-        last_shard = np.searchsorted(self._offsets, begin + length - 1, "right") - 1
-        row_of, shard_of = _ranges(first_shard, np.where(length > 0, last_shard + 1, first_shard))
-        for number in np.unique(shard_of):
-            row = row_of[shard_of == number]
-            shard_tokens, ends = self._shard(int(number))
-            begin_in_shard = begin[row] - self._offsets[number]
-            _copy_tokens(tokens, row, begin_in_shard, shard_tokens)
-            _mark_starts(starts, row, begin_in_shard, ends)
-        return Rows(tokens, starts, length.astype(np.int32))
+        rows, length, offsets = np.asarray(rows, np.int64), out.tokens.shape[1], self.offsets
+        if rows.size and not PADDING_ROW <= rows.min() <= rows.max() < self.rows(length):
+            raise IndexError(f"rows {rows.min()} to {rows.max()}; there are {self.rows(length)}")
+        begin = rows * length
+        size = np.where(rows == PADDING_ROW, 0, np.minimum(self.tokens - begin, length))
+        out.lengths[places] = size
+        out.tokens[places[size < length]] = 0
+        first = np.searchsorted(offsets, begin, "right") - 1
+        last = np.searchsorted(offsets, begin + size - 1, "right") - 1
+        row, shard = ranges(first, np.where(size > 0, last + 1, first))
+        if not len(row):
+            return
+        by_position = np.argsort(begin[row], kind="stable")
+        row, shard = row[by_position], shard[by_position]
+        # The part of each row that lies in a shard: from `low` to `high` there, `shift` further on in `out`.
+        low = np.maximum(begin[row] - offsets[shard], 0)
+        high = np.minimum(begin[row] + size[row], offsets[shard + 1]) - offsets[shard]
+        shift = places[row] * length + offsets[shard] - begin[row]
+        bounds, starts = np.stack([low, high], axis=1).astype(np.uint64), []
+        flat, numbers = out.tokens.reshape(-1), shard.tolist()
+        parts = list(zip(*(x.tolist() for x in (low, high, low + shift, high + shift)), strict=True))
+        for a, b in pairwise([0, *(np.flatnonzero(np.diff(shard)) + 1).tolist(), len(numbers)]):
+            tokens, ends = self.shard(numbers[a])
+            for from_, to, place, place_end in parts[a:b]:
+                flat[place:place_end] = tokens[from_:to]
+            starts += [ends[e:f] for e, f in ends.searchsorted(bounds[a:b]).tolist()]
+        marks = out.starts.reshape(-1)
+        marks[(low + shift)[low == 0]] = True
+        marks[np.concatenate(starts).astype(np.int64) + np.repeat(shift, [len(x) for x in starts])] = True
 
     def documents_in_row(self, row: int, sequence_length: int) -> list[DocumentSpan]:
         """The documents of a row, in order."""
@@ -203,85 +199,43 @@ class TokenDataset:
         parts = sorted({0, *map(int, np.flatnonzero(starts))})
         spans = []
         for part, following in zip(parts, [*parts[1:], end - begin], strict=True):
-            document, first, tokens = self._document_at(begin + part)
+            document, first, tokens = self.document_at(begin + part)
             spans.append(DocumentSpan(document, first, first + following - part - 1, tokens))
         return spans
 
-    def _document_at(self, position: int) -> tuple[int, int, int]:
+    def document_at(self, position: int) -> tuple[int, int, int]:
         """(document index, position in it, its length) of a token of the dataset."""
-        number = int(np.searchsorted(self._offsets, position, "right")) - 1
-        ends = self._shard(number)[1]
-        local = position - int(self._offsets[number])
+        number = int(np.searchsorted(self.offsets, position, "right")) - 1
+        ends = self.shard(number)[1]
+        local = position - int(self.offsets[number])
         document = int(np.searchsorted(ends, np.uint64(local), "right"))
         start = int(ends[document - 1]) if document else 0
         earlier = sum(shard.documents for shard in self.shards[:number])
         return earlier + document, local - start, int(ends[document]) - start
 
     @cached_property
-    def _offsets(self) -> np.ndarray:
+    def offsets(self) -> np.ndarray:
         """`[shards + 1] int64`: where each shard begins in the dataset."""
         return np.cumsum([0, *(shard.tokens for shard in self.shards)], dtype=np.int64)
 
-    def _shard(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def shard(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Memory maps of a shard: `[tokens]` ids and `[documents] uint64` ends."""
         if number not in self._maps:
             shard = self.shards[number]
-            names = (shard.tokens_file, shard.documents_file)
-            tokens, ends = (np.asarray(np.load(self.folder / name, mmap_mode="r")) for name in names)
-            self._maps[number] = (tokens, ends)
+            header = _header_bytes(shard, self.dtype)
+            tokens = np.memmap(self.folder / shard.tokens_file, self.dtype, "r", header, shard.tokens)
+            ends = np.load(self.folder / shard.documents_file, mmap_mode="r")
+            self._maps[number] = (np.asarray(tokens), np.asarray(ends))
         return self._maps[number]
 
 
-def _copy_tokens(out: np.ndarray, row: np.ndarray, begin: np.ndarray, shard: np.ndarray) -> None:
-    """Copy what `shard` (`[tokens]`) holds of rows that begin at `begin` (`[n]`, may be negative) to rows of `out`."""
-    length = out.shape[1]
-    inside = (begin >= 0) & (begin + length <= len(shard))
-    if inside.any():
-        # Rows begin at multiples of the length in the dataset, so at one remainder in the shard: all copied at once.
-        remainder = int(begin[inside][0]) % length
-        count = (len(shard) - remainder) // length
-        view = shard[remainder : remainder + count * length].reshape(count, length)
-        out[row[inside]] = view[begin[inside] // length]
-    for r, first in zip(row[~inside], begin[~inside], strict=True):
-        low, high = max(first, 0), min(first + length, len(shard))
-        out[r, low - first : high - first] = shard[low:high]
+def _header_bytes(shard: Shard, dtype: str) -> int:
+    """Size of what stands before the ids in the file of tokens."""
+    return shard.tokens_bytes - shard.tokens * np.dtype(dtype).itemsize
 
 
-def _mark_starts(out: np.ndarray, row: np.ndarray, begin: np.ndarray, ends: np.ndarray) -> None:
-    """Mark in rows of `out` where documents begin: at the start of the shard, and at each of `ends` but the last."""
-    length = out.shape[1]
-    first = (begin <= 0) & (begin + length > 0)
-    out[row[first], -begin[first]] = True
-    low = np.searchsorted(ends, np.maximum(begin, 1).astype(np.uint64))
-    high = np.searchsorted(ends[:-1], (begin + length).astype(np.uint64))
-    owner, document = _ranges(low, np.maximum(low, high))
-    out[row[owner], ends[document].astype(np.int64) - begin[owner]] = True
-
-
-def _ranges(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def ranges(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """All pairs (i, j) with first[i] <= j < end[i], as two arrays."""
     counts = end - first
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(first, counts)
-
-
-def _check_file(path: Path, size: int, count: int, dtype: str) -> None:
-    """Raise Refused unless `path` is a flat array of `count` items of `dtype` in a file of `size` bytes."""
-    if not path.is_file():
-        raise Refused(f"{path}: missing, though {path.parent / MANIFEST} lists it")
-    if path.stat().st_size != size:
-        raise Refused(f"{path}: {path.stat().st_size} bytes, but {MANIFEST} says {size}")
-    try:
-        with open(path, "rb") as file:
-            np.lib.format.read_magic(file)
-            shape, _, found = np.lib.format.read_array_header_1_0(file)
-    except ValueError as error:
-        raise Refused(f"{path}: not an .npy file ({error})") from error
-    if shape != (count,) or found != np.dtype(dtype):
-        raise Refused(f"{path}: holds {shape} {found}, but {MANIFEST} says ({count},) {dtype}")
-
-
-def file_sha256(path: Path) -> str:
-    """sha256 (hex) of a file's content."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxscale.config.errors import Refused
+from jaxscale.data.build.pieces import pieces
 from jaxscale.data.files import replace_file
+
+if TYPE_CHECKING:
+    from jaxscale.data.fast import Fast
 
 BEGIN, END, MASK = "<|begin|>", "<|end|>", "<|mask|>"
 """Markers of the built-in tokenizer and of those that `train_bpe` makes."""
@@ -47,19 +52,13 @@ BEGIN_NAMES = (
 MASK_NAMES = (MASK, "<mask>", "[MASK]")
 """The only spellings under which markers are recognised; of several in one vocabulary the first listed counts."""
 
-PIECE = 2**16
-"""Longest text, in characters, that is handed to the tokenizer library in one piece."""
 TRAINING_PIECE = 2**10
-"""The same for training, whose time grows with the square of the longest run without a blank."""
+"""Longest text in one piece for training, whose time grows with the square of the longest run without a blank."""
 GROUP = 2**20
 """Characters handed to the library at one time: bounds memory, since each token costs it about 100 bytes."""
 
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 """Where `train_bpe` splits text, so that no token crosses: words, digits by three, punctuation, line ends, blanks."""
-
-# One blank between two non-blanks, else a line end before a non-blank: common pre-tokenizers split at both anyway.
-_CUT = re.compile(r"(?<=\S)(?= \S)")
-_CUT_AT_LINE = re.compile(r"(?<=\n)(?=\S)")
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,22 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of the ids; markers are spelt out, incomplete UTF-8 becomes U+FFFD."""
+
+    @abstractmethod
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its spelling; None if there is none."""
+
+    @property
+    def engine(self) -> str:
+        """What encodes: `bytes`, or the library `tokenizers` or `tiktoken`."""
+        return "bytes"
+
+    def faster(self, proven: bool = False) -> Tokenizer:
+        """A tokenizer that gives the same ids sooner, as far as that can be known without a corpus; else itself.
+
+        `proven`: that has been found out before.
+        """
+        return self
 
     def save(self, path: Path) -> None:
         """Write the `tokenizer.json`; the built-in tokenizer has none and writes nothing."""
@@ -111,6 +126,9 @@ class ByteTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
 
+    def token_id(self, token: str) -> int | None:
+        return {BEGIN: self.begin_id, END: self.end_id, MASK: self.mask_id}.get(token)
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         markers = (BEGIN, END, MASK)
         return b"".join(bytes([i]) if i < 256 else markers[i - 256].encode() for i in map(int, ids)).decode(
@@ -120,29 +138,65 @@ class ByteTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class FileTokenizer(Tokenizer):
-    """A `tokenizer.json`, run by the library `tokenizers`."""
+    """A `tokenizer.json`, run by the library `tokenizers`, or by tiktoken where `faster` has found it equal."""
 
     library: tokenizers.Tokenizer = field(repr=False, compare=False)
+    fast: Fast | None = field(default=None, repr=False, compare=False)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         parts: list[list[np.ndarray]] = [[] for _ in texts]
+        encode = self._run_library if self.fast is None else self._run_tiktoken
         for group in _groups((owner, piece) for owner, text in enumerate(texts) for piece in pieces(text)):
-            encodings = self.library.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
-            for (owner, _), encoding in zip(group, encodings, strict=True):
-                parts[owner].append(np.array(encoding.ids, np.uint32))
+            for (owner, _), ids in zip(group, encode([piece for _, piece in group]), strict=True):
+                parts[owner].append(ids)
         encoded = [np.concatenate(part) if part else np.zeros(0, np.uint32) for part in parts]
-        markers = np.array([i for i in (self.end_id, self.begin_id, self.mask_id) if i is not None], np.uint32)
+        markers = [i for i in (self.end_id, self.begin_id, self.mask_id) if i is not None]
         for ids, text in zip(encoded, texts, strict=True):
-            found = ids[np.isin(ids, markers)]
-            if found.size:
+            found = next((marker for marker in markers if (ids == marker).any()), None)
+            if found is not None:
                 raise Refused(
-                    f"the tokenizer turns plain text into its marker {self.library.id_to_token(int(found[0]))!r} "
+                    f"the tokenizer turns plain text into its marker {self.library.id_to_token(found)!r} "
                     f"(in the text that starts {text[:60]!r}); declare the marker in added_tokens of its tokenizer.json"
                 )
         return encoded
 
+    @property
+    def engine(self) -> str:
+        return "tokenizers" if self.fast is None else "tiktoken"
+
+    def faster(self, proven: bool = False) -> Tokenizer:
+        from jaxscale.data.fast import make_fast  # only who builds datasets needs the other library
+
+        assert self.definition is not None
+        return replace(self, fast=make_fast(json.loads(self.definition), self.library, proven))
+
+    def token_id(self, token: str) -> int | None:
+        return self.library.token_to_id(token)
+
+    def _run_library(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def _run_tiktoken(self, texts: Sequence[str]) -> list[np.ndarray]:
+        if threads() == 1:
+            return list(map(self._run_tiktoken_on, texts))
+        with ThreadPoolExecutor(threads()) as pool:
+            return list(pool.map(self._run_tiktoken_on, texts))
+
+    def _run_tiktoken_on(self, text: str) -> np.ndarray:
+        assert self.fast is not None
+        ids = self.fast.encoding.encode_to_numpy(text, disallowed_special=())
+        # It drops what its regular expression does not match; the other library keeps that.
+        complete = self.fast.lengths[ids].sum() == len(text.encode())
+        return ids if complete else self._run_library([text])[0]
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def threads() -> int:
+    """Threads that encode text: what `RAYON_NUM_THREADS` says, which the library tokenizers obeys too, or one a CPU."""
+    return int(os.environ.get("RAYON_NUM_THREADS") or len(os.sched_getaffinity(0)))
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -182,12 +236,15 @@ def load_tokenizer(spec: str) -> Tokenizer:
     )
 
 
-def train_bpe(texts: Iterable[str], vocabulary: int, path: Path) -> Tokenizer:
-    """Train a byte-level BPE of exactly `vocabulary` ids (256 bytes and 3 markers included) and save it as `path`.
+def train_bpe(texts: Iterable[str], vocabulary: int, path: Path, markers: Sequence[str] = ()) -> Tokenizer:
+    """Train a byte-level BPE of exactly `vocabulary` ids and save it as `path`.
+
+    Among the ids are the 256 bytes, the begin, end and mask markers, and further `markers`.
 
     The result depends on the texts alone. Raises Refused where they do not yield that many ids.
     """
-    smallest = 256 + len((BEGIN, END, MASK))
+    special = [BEGIN, END, MASK, *markers]
+    smallest = 256 + len(special)
     if vocabulary < smallest:
         raise Refused(f"train_vocabulary = {vocabulary}: a byte-level vocabulary has at least {smallest} ids")
     library = tokenizers.Tokenizer(models.BPE())
@@ -201,7 +258,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int, path: Path) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         min_frequency=2,
-        special_tokens=[BEGIN, END, MASK],
+        special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -211,33 +268,6 @@ def train_bpe(texts: Iterable[str], vocabulary: int, path: Path) -> Tokenizer:
         raise Refused(f"train_vocabulary = {vocabulary}: the corpus is too small for it; it yields {found} ids")
     replace_file(path, library.to_str().encode())
     return load_tokenizer(str(path))
-
-
-def pieces(text: str, longest: int = PIECE) -> Iterator[str]:
-    """Cut a long text so that the time to encode it stays linear in its length and each piece can run on its own core.
-
-    A piece has at most `longest` characters. It ends before the last single blank between two non-blanks in the second
-    half of what it could hold; where there is none, after the last line end that no blank follows; where there is none
-    either, at full length. Common pre-tokenizers split at the first two anyway, so the ids are those of the whole
-    text; a cut at full length can only make two tokens of one. The rule sees nothing but the text.
-    """
-    start = 0
-    while len(text) - start > longest:
-        end = start + longest
-        cut = _last(_CUT, text, end, longest // 2) or _last(_CUT_AT_LINE, text, end, longest // 2) or end
-        yield text[start:cut]
-        start = cut
-    if start < len(text):
-        yield text[start:]
-
-
-def _last(pattern: re.Pattern[str], text: str, end: int, most: int) -> int | None:
-    """Last match at or before `end`, at most `most` before it; near it first, where it nearly always is."""
-    for reach in (256, most):
-        found = [match.start() for match in pattern.finditer(text, end - reach, end + 2) if match.start() <= end]
-        if found:
-            return found[-1]
-    return None
 
 
 def _groups(items: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:

@@ -2,88 +2,85 @@
 
 from __future__ import annotations
 
-import glob
-import json
 import os
 import platform
 import shutil
 import tempfile
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from jaxscale.config.errors import Refused
-from jaxscale.data.store import FORMAT, MANIFEST, VERSION, Shard, TokenDataset, file_sha256
+from jaxscale.data.manifest import MANIFEST, Shard, manifest_text
+from jaxscale.data.origin import Origin, OriginWriter
+from jaxscale.data.scan import file_sha256
+from jaxscale.data.store import TokenDataset
 from jaxscale.data.tokenizer import Tokenizer
 
 
-class DatasetWriter:
-    """Writes a token dataset, document by document; used as a context manager.
+class ShardWriter:
+    """Writes documents into shard files, numbered from 0, in a folder that is there."""
 
-    Everything goes to a hidden sibling of `folder`, which takes its name when the block ends well and vanishes when it
-    does not. Where another builder was faster, its dataset stays if it is the same one, else Refused is raised.
-    """
-
-    def __init__(
-        self, folder: Path, tokenizer: Tokenizer, how_built: dict[str, Any], shard_tokens: int = 2**28
-    ) -> None:
+    def __init__(self, folder: Path, tokenizer: Tokenizer, shard_tokens: int = 2**28) -> None:
+        """`shard_tokens`: most tokens in one shard, unless a single document has more."""
         self.folder = folder
-        self.tokenizer = tokenizer
-        self.how_built = how_built
+        self.vocabulary_size = tokenizer.vocabulary_size
         self.shard_tokens = shard_tokens
         self.dtype = np.dtype(np.uint16 if tokenizer.vocabulary_size <= 2**16 else np.uint32)
         self.documents, self.tokens, self.text_bytes = 0, 0, 0
         self._shards: list[Shard] = []
         self._file: BinaryIO | None = None
         self._ends: list[int] = []
+        self._origins: OriginWriter | None = None
 
-    def __enter__(self) -> DatasetWriter:
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self._building = Path(tempfile.mkdtemp(prefix=_building_prefix(self.folder), dir=self.folder.parent))
-        self._building.chmod(0o777 & ~_umask())  # mkdtemp makes a private folder
-        return self
-
-    def add(self, ids: np.ndarray, text_bytes: int) -> None:
-        """Append one document: its ids with markers (`[tokens]` unsigned), and the bytes of text behind them.
+    def add(self, ids: np.ndarray, text_bytes: int, origin: Origin | None = None) -> None:
+        """Append one document: its ids with markers (`[tokens]` unsigned), the bytes of text behind them, and where it
+        comes from; of one folder either all documents have an origin or none.
 
         Raises Refused for an empty document and for an id that is not below the tokenizer's vocabulary.
         """
         if len(ids) == 0:
             raise Refused(f"{self.folder}: document {self.documents} has no tokens")
-        if not 0 <= int(ids.min()) <= int(ids.max()) < self.tokenizer.vocabulary_size:
+        if not 0 <= int(ids.min()) <= int(ids.max()) < self.vocabulary_size:
             raise Refused(
                 f"{self.folder}: document {self.documents} has ids from {ids.min()} to {ids.max()}; "
-                f"the vocabulary has ids from 0 to {self.tokenizer.vocabulary_size - 1}"
+                f"the vocabulary has ids from 0 to {self.vocabulary_size - 1}"
             )
         if self._file is not None and self._ends[-1] + len(ids) > self.shard_tokens:
             self._finish_shard()
         if self._file is None:
-            self._file = open(self._building / f"tokens-{len(self._shards):05d}.npy", "w+b")  # noqa: SIM115
+            self._file = open(self.folder / tokens_file(len(self._shards)), "w+b")  # noqa: SIM115
             _write_header(self._file, self.dtype, 0)
         self._file.write(ids.astype(self.dtype).tobytes())
         self._ends.append((self._ends[-1] if self._ends else 0) + len(ids))
+        if origin is not None:
+            self._origins = self._origins or OriginWriter(self.folder / origins_file(len(self._shards)))
+            self._origins.add(origin)
         self.documents += 1
         self.tokens += len(ids)
         self.text_bytes += text_bytes
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            if self._file is not None:
-                self._file.close()
-            shutil.rmtree(self._building, ignore_errors=True)
+    def finish(self) -> list[Shard]:
+        """Complete the last shard; returns all of them, of which there may be none."""
+        if self._file is not None:
+            self._finish_shard()
+        return self._shards
+
+    def close(self) -> None:
+        """Give up what is open."""
+        if self._file is not None:
+            self._file.close()
+        if self._origins is not None:
+            self._origins.close()
 
     def _finish_shard(self) -> None:
         assert self._file is not None
         number, count = len(self._shards), self._ends[-1]
         _write_header(self._file, self.dtype, count)
-        self._file.close()
-        tokens = self._building / f"tokens-{number:05d}.npy"
-        documents = self._building / f"documents-{number:05d}.npy"
+        self.close()
+        tokens, documents = self.folder / tokens_file(number), self.folder / documents_file(number)
         np.save(documents, np.array(self._ends, np.uint64))
         self._shards.append(
             Shard(
@@ -97,55 +94,78 @@ class DatasetWriter:
                 documents_sha256=file_sha256(documents),
             )
         )
-        self._file, self._ends = None, []
+        self._file, self._ends, self._origins = None, [], None
 
-    def _finish(self) -> None:
-        if self.documents == 0:
-            raise Refused(f"{self.folder}: no documents, so no dataset was written")
-        self._finish_shard()
-        self.tokenizer.save(self._building / "tokenizer.json")
-        (self._building / MANIFEST).write_text(self._manifest())
-        built = TokenDataset.open(self._building)
+
+class DatasetWriter(ShardWriter):
+    """Writes a whole token dataset, document by document; used as a context manager.
+
+    Everything goes to a hidden sibling of `folder`, which takes its name when the block ends well and vanishes when it
+    does not. Where another builder was faster, its dataset stays if it is the same one, else Refused is raised.
+    """
+
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer, how_built: dict[str, Any], shard_tokens: int = 2**28
+    ) -> None:
+        super().__init__(folder, tokenizer, shard_tokens)
+        self._target, self._tokenizer, self._how_built = folder, tokenizer, how_built
+
+    def __enter__(self) -> DatasetWriter:
+        self._target.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f".{self._target.name}.writing-{platform.node()}-"
+        self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=self._target.parent))
+        self.folder.chmod(0o777 & ~_umask())  # mkdtemp makes a private folder
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            self._building.rename(self.folder)
-        except OSError as error:
-            if not self.folder.exists():
-                raise
-            if TokenDataset.open(self.folder).fingerprint != built.fingerprint:
-                raise Refused(f"{self.folder}: another dataset is there; remove it or name another folder") from error
-
-    def _manifest(self) -> str:
-        tokenizer = self.tokenizer
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "text_bytes": self.text_bytes,
-            "dtype": self.dtype.name,
-            "tokenizer": {
-                "built_in": tokenizer.definition is None,
-                "fingerprint": tokenizer.fingerprint,
-                "vocabulary_size": tokenizer.vocabulary_size,
-                "end_id": tokenizer.end_id,
-                "begin_id": tokenizer.begin_id,
-                "mask_id": tokenizer.mask_id,
-            },
-            "built": self.how_built,
-            "shards": [asdict(shard) for shard in self._shards],
-        }
-        return json.dumps(manifest, indent=1) + "\n"
+            if kind is None:
+                if self.documents == 0:
+                    raise Refused(f"{self._target}: no documents, so no dataset was written")
+                complete(self.folder, self._target, self._tokenizer, self.finish(), self.text_bytes, self._how_built)
+        finally:
+            self.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what dead builders of this host left beside `folder`; only for who knows that no live one is there."""
-    for left in folder.parent.glob(glob.escape(_building_prefix(folder)) + "*"):
-        shutil.rmtree(left, ignore_errors=True)
+def complete(
+    folder: Path, target: Path, tokenizer: Tokenizer, shards: list[Shard], text_bytes: int, how_built: dict[str, Any]
+) -> None:
+    """Make the folder of these shards a dataset, and give it the name `target`.
+
+    A dataset that is there already stays if it is the same one; else Refused is raised.
+    """
+    dtype = "uint16" if tokenizer.vocabulary_size <= 2**16 else "uint32"
+    tokenizer.save(folder / "tokenizer.json")
+    (folder / MANIFEST).write_text(manifest_text(tokenizer, dtype, shards, text_bytes, how_built))
+    fingerprint = TokenDataset.open(folder).fingerprint
+    try:
+        folder.rename(target)
+    except OSError as error:
+        if not target.exists():
+            raise
+        if TokenDataset.open(target).fingerprint != fingerprint:
+            raise Refused(f"{target}: another dataset is there; remove it or name another folder") from error
 
 
-def _building_prefix(folder: Path) -> str:
-    """How the names of the unfinished siblings of a dataset's folder start."""
-    return f".{folder.name}.building-{platform.node()}-"
+def renumbered(shard: Shard, number: int) -> Shard:
+    """The shard under the names of another number."""
+    return replace(shard, tokens_file=tokens_file(number), documents_file=documents_file(number))
+
+
+def tokens_file(number: int) -> str:
+    """Name of the file of tokens of a shard."""
+    return f"tokens-{number:05d}.npy"
+
+
+def documents_file(number: int) -> str:
+    """Name of the file of a shard's document ends."""
+    return f"documents-{number:05d}.npy"
+
+
+def origins_file(number: int) -> str:
+    """Name of the file that tells where a shard's documents come from."""
+    return f"documents-{number:05d}.parquet"
 
 
 def _write_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.config.schema import ModelConfig
+from jaxscale.config.model import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from jaxscale.config.errors import Refused
-from jaxscale.config.schema import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.interop.families import FAMILIES, Family, Tensor
 
 Parameters = dict[str, Any]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.config.errors import Refused
-from jaxscale.config.schema import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.model.blockwise import Mask, blockwise, whole
 from jaxscale.model.layers import Linear, Norm, rotate
 from jaxscale.parallel.sharding import constrain

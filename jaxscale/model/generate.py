@@ -49,14 +49,37 @@ def generate(
     Returns:
         `[batch, longest] int32`, prompts included.
     """
+    start = begin(model, prompts, longest, end_id)
+    return extend(
+        model, start, key, longest, vocabulary_size=vocabulary_size, temperature=temperature, top_p=top_p, end_id=end_id
+    ).tokens
+
+
+def begin(model: Transformer, prompts: jax.Array, longest: int, end_id: jax.Array | int) -> Progress:
+    """Prompts read, and room for `longest` tokens; arguments as for `generate`."""
     batch, length = prompts.shape
     tokens = jnp.full((batch, longest), end_id, jnp.int32).at[:, :length].set(prompts)
     hidden, cache = model.extend(prompts, model.empty_cache(batch, longest), 0)
+    return Progress(jnp.asarray(length), tokens, hidden[:, -1:], cache, jnp.zeros(batch, bool))
+
+
+def extend(
+    model: Transformer,
+    progress: Progress,
+    key: jax.Array,
+    until: jax.Array | int,
+    *,
+    vocabulary_size: int,
+    temperature: jax.Array | float,
+    top_p: jax.Array | float,
+    end_id: jax.Array | int,
+) -> Progress:
+    """The generation gone on with up to `until` tokens, or until all rows have ended; arguments as for `generate`."""
 
     def unfinished(progress: Progress) -> jax.Array:
-        return (progress.position < longest) & ~jnp.all(progress.ended)
+        return (progress.position < until) & ~jnp.all(progress.ended)
 
-    def extend(progress: Progress) -> Progress:
+    def one_more(progress: Progress) -> Progress:
         position, tokens, hidden, cache, ended = progress
         logits = model.logits(hidden)[:, -1, :vocabulary_size]
         chosen = sample(logits, jax.random.fold_in(key, position), temperature, top_p)
@@ -65,8 +88,7 @@ def generate(
         hidden, cache = model.extend(chosen[:, None], cache, position)
         return Progress(position + 1, tokens, hidden, cache, ended | (chosen == end_id))
 
-    start = Progress(jnp.asarray(length), tokens, hidden[:, -1:], cache, jnp.zeros(batch, bool))
-    return jax.lax.while_loop(unfinished, extend, start).tokens
+    return jax.lax.while_loop(unfinished, one_more, progress)
 
 
 def sample(logits: jax.Array, key: jax.Array, temperature: jax.Array | float, top_p: jax.Array | float) -> jax.Array:

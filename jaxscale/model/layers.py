@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxscale.config.schema import ModelConfig, RopeConfig
+from jaxscale.config.model import ModelConfig, RopeConfig
 from jaxscale.parallel.sharding import constrain
 from jaxscale.precision import product
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxscale.config.schema import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.model.layers import Linear
 from jaxscale.parallel.sharding import constrain
 

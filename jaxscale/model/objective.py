@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxscale.config.schema import CausalObjective, Config, MaskedObjective
+from jaxscale.config.model import CausalObjective, MaskedObjective
+from jaxscale.config.schema import Config
 from jaxscale.model.attention import Mask
 from jaxscale.model.loss import Output, cross_entropy
 from jaxscale.model.transformer import Transformer

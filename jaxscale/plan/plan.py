@@ -8,11 +8,12 @@ from typing import Any
 import jax
 
 from jaxscale.cluster import distributed
+from jaxscale.config.phases import phases_of
 from jaxscale.config.schema import ClusterConfig, Config
 from jaxscale.data.store import TokenDataset
 from jaxscale.flops import flops_per_token, parameter_count
 from jaxscale.plan.collectives import collectives
-from jaxscale.train.build import Run, build, resolve_lengths
+from jaxscale.train.build import Run, build, make_timeline
 
 UPDATES_AN_EPOCH = 10**6
 """Taken for the length of an epoch while the dataset is not there."""
@@ -21,33 +22,38 @@ UPDATES_AN_EPOCH = 10**6
 def plan(config: Config) -> dict[str, Any]:
     """Compiles the training step of a config and reads memory and collectives off the compiled program.
 
+    Of several phases it is the one whose microstep has most tokens, which needs most memory.
+
     No array is made. Where the dataset is not there yet, what only it knows (the rows of an epoch, the id of the mask
     token) is made up; that changes constants of the program, but neither its memory nor its collectives. Several
     processes are planned as one that has the simulated devices of all.
 
     Returns:
-        `devices`, `device_kind`, `mesh` (axis -> size), `microsteps`, `parameters`, `tokens_an_update`,
-        `flops_an_update`, `compile_seconds`, `memory` (bytes of one device: arguments, outputs, aliased, temporaries,
-        peak) and `collectives` (a list; see `collectives.py`).
+        `devices`, `device_kind`, `mesh` (axis -> size), `microsteps`, `sequence_length`, `parameters`,
+        `tokens_an_update`, `flops_an_update`, `compile_seconds`, `memory` (bytes of one device: arguments, outputs,
+        aliased, temporaries, peak) and `collectives` (a list; see `collectives.py`).
 
     Raises:
         Refused: the config does not fit the devices.
     """
     distributed.start(in_one_process(config.cluster))
     run = build_without_data(config)
+    largest = max(run.batches, key=lambda shape: shape[1] * shape[2])
     begin = time.perf_counter()
-    compiled = run.compile(run.lower_train_step())
+    compiled = run.compile(run.lower_train_step(run.batches[largest]))
     seconds = time.perf_counter() - begin
     memory = compiled.memory_analysis()
-    tokens = config.batch.global_size * config.data.sequence_length
+    microsteps, rows, length = largest
+    tokens = microsteps * rows * length
     return {
         "devices": run.mesh.devices.size,
         "device_kind": run.mesh.devices.flat[0].device_kind,
         "mesh": dict(run.mesh.shape),
-        "microsteps": run.batch["tokens"].shape[0],
+        "microsteps": microsteps,
+        "sequence_length": length,
         "parameters": parameter_count(config.model),
         "tokens_an_update": tokens,
-        "flops_an_update": flops_per_token(config.model, config.data.sequence_length) * tokens,
+        "flops_an_update": flops_per_token(config.model, length) * tokens,
         "compile_seconds": seconds,
         "memory": {
             "arguments": memory.argument_size_in_bytes,
@@ -75,9 +81,8 @@ def build_without_data(config: Config) -> Run:
     Raises:
         Refused: the config does not fit the devices.
     """
-    dataset = TokenDataset.find(config.data.train)
-    if dataset is not None:
-        rows, mask_id = dataset.rows(config.data.sequence_length), dataset.mask_id
-    else:
-        rows, mask_id = UPDATES_AN_EPOCH * config.batch.global_size, 0
-    return build(config, jax.devices(), resolve_lengths(config, rows), mask_id)
+    found = [TokenDataset.find(source.path, config.data.tokenizer) for source in config.data.sources.values()]
+    first = found[0]
+    rows = UPDATES_AN_EPOCH * config.batch.global_size if first is None else first.rows(config.data.sequence_length)
+    mask_id = 0 if first is None else first.mask_id
+    return build(config, jax.devices(), make_timeline(config, phases_of(config), rows), mask_id)

@@ -93,6 +93,8 @@ class Checkpoints:
         self.wait()
         if step in self.steps():
             return
+        if (in_the_way := self.folder / str(step)).exists():
+            raise Fault(f"{in_the_way}: no complete checkpoint, and in the way of the one of step {step}; remove it")
         leaves = _named_leaves(state)
         described = {"metadata": dict(metadata), "leaves": {name: _describe(leaf) for name, leaf in leaves.items()}}
         self._saving = step
@@ -128,12 +130,13 @@ class Checkpoints:
             name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
             for name, leaf in wanted.items()
         }
-        restored = self._orbax.restore(
-            self.folder / str(step),
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
-            ),
-        ).state
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
+        )
+        try:
+            restored = self._orbax.restore(self.folder / str(step), args=items).state
+        except Exception as error:  # Orbax and TensorStore raise many kinds
+            raise Refused(_damaged(self.folder, step, error)) from error
         state: PyTree = jax.tree.unflatten(jax.tree.structure(abstract_state), [restored[name] for name in wanted])
         return state
 
@@ -230,7 +233,18 @@ def _read(folder: Path, step: int) -> dict[str, Any]:
     if not path.is_file():
         there = ", ".join(map(str, complete_steps(folder))) or "none"
         raise Refused(f"{folder} holds no complete checkpoint of step {step}; complete: {there}")
-    return dict(json.loads(path.read_text()))
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise Refused(_damaged(folder, step, error)) from error
+
+
+def _damaged(folder: Path, step: int, error: Exception) -> str:
+    """That a step cannot be read, and how to go on without it."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    others = [other for other in complete_steps(folder) if other < step]
+    way = f"to go on from step {others[-1]}, remove that folder" if others else "no earlier one is there"
+    return f"{folder / str(step)}: damaged checkpoint ({reason[:200]}); {way}"
 
 
 def _metadata_file(step_folder: Path) -> Path:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +21,7 @@ from jaxscale.cluster.mesh import make_mesh
 from jaxscale.config.check import schedule_fits
 from jaxscale.config.devices import data_shards, fit, microsteps
 from jaxscale.config.errors import Refused
-from jaxscale.config.length import Length, parse_length, to_steps, train_length
+from jaxscale.config.phases import Phase, cursor_at_step, lengths_of, phase_at, tokens_at_step
 from jaxscale.config.schema import Config
 from jaxscale.model.attention import choose_implementation
 from jaxscale.model.layers import Parameter, ParameterAxes, parameter_axes
@@ -35,33 +35,51 @@ from jaxscale.train.step import make_evaluation_step, make_train_step
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """The lengths of a run in updates, once tokens and epochs are resolved."""
+class Timeline:
+    """The phases of a run, and its lengths in updates."""
 
+    phases: tuple[Phase, ...]
     steps: int
     warmup: int
     decay: int
 
+    def phase(self, step: int) -> Phase:
+        """The phase of update `step` (from 0)."""
+        return phase_at(self.phases, cursor_at_step(self.phases, step))
 
-def resolve_lengths(config: Config, rows: int | None) -> Lengths:
-    """The lengths of a config on a dataset with so many rows (None: not known; only epochs need it).
+    def after(self, step: int) -> tuple[Phase, ...]:
+        """The phases of the updates after so many."""
+        return self.phases[self.phases.index(self.phase(step)) :]
+
+    def place(self, step: int) -> dict[str, int]:
+        """Where the run is after so many updates."""
+        return {
+            "step": step,
+            "examples": cursor_at_step(self.phases, step),
+            "tokens": tokens_at_step(self.phases, step),
+        }
+
+
+def make_timeline(config: Config, phases: tuple[Phase, ...], rows: int | None) -> Timeline:
+    """The timeline of a config over phases, on a dataset with so many rows (None: not known; only epochs need it).
 
     Raises:
         Refused: warm-up and decay do not fit into the run.
     """
-    for mistake in schedule_fits(config, rows):
+    for mistake in schedule_fits(config, phases, rows):
         raise mistake
+    lengths = lengths_of(config, phases, rows)
+    if lengths.steps is None or lengths.warmup is None or lengths.decay is None:
+        raise Refused(f"{config.data.train}: a length in epochs needs the dataset, which is not there")
+    end = cursor_at_step(phases, lengths.steps)
+    begun = tuple(phase for phase in phases if phase.first_cursor < max(end, 1))
+    return Timeline(begun, lengths.steps, lengths.warmup, lengths.decay)
 
-    def steps(length: Length) -> int:
-        resolved = to_steps(length, config.batch.global_size, config.data.sequence_length, rows)
-        if resolved is None:
-            raise Refused(f"{config.data.train}: a length in epochs needs the dataset, which is not there")
-        return resolved
 
-    schedule = config.schedule
-    return Lengths(
-        steps(train_length(config)), steps(parse_length(schedule.warmup)), steps(parse_length(schedule.decay or 0))
-    )
+BatchShape = tuple[int, int, int]
+"""(microsteps, rows of a microstep over all data shards, sequence length)."""
+Arrays = dict[str, jax.ShapeDtypeStruct]
+"""Shape, dtype and sharding of the arrays of a batch, `[microsteps, rows, ...]`."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +87,7 @@ class Run:
     """What a run computes with: shapes, shardings and functions, but not one array yet."""
 
     config: Config
-    lengths: Lengths
+    timeline: Timeline
     mesh: Mesh
     precision: Precision
     objective: Objective
@@ -81,10 +99,14 @@ class Run:
     """ParameterAxes of each parameter."""
     state: TrainState
     """Shape, dtype and sharding of every leaf of the state."""
-    batch: dict[str, jax.ShapeDtypeStruct]
-    """Shape, dtype and sharding of every array of a training batch, `[microsteps, rows, ...]`."""
-    evaluation_batch: dict[str, jax.ShapeDtypeStruct]
-    """The same for evaluation, with one microstep."""
+    batches: dict[BatchShape, Arrays]
+    """The training batches of all phases; those of one shape are one program."""
+    evaluation_batch: Arrays
+    """The batch of evaluation, with one microstep."""
+
+    def batch(self, step: int) -> Arrays:
+        """The batch of update `step` (from 0)."""
+        return self.batches[batch_shape(self.timeline.phase(step), self.mesh.shape)]
 
     @cached_property
     def initialize(self) -> Any:
@@ -114,10 +136,10 @@ class Run:
         step = make_evaluation_step(self.structure, self.objective, self.config.seed)
         return jax.jit(step, out_shardings=replicated(self.mesh))
 
-    def lower_train_step(self) -> Any:
-        """The training step lowered for the mesh, ready to `compile()`."""
+    def lower_train_step(self, batch: Arrays) -> Any:
+        """The training step for one of the run's batches lowered for the mesh, ready to `compile()`."""
         with jax.set_mesh(self.mesh):
-            return self.train_step.lower(self.state, self.batch)
+            return self.train_step.lower(self.state, batch)
 
     def lower_evaluation_step(self) -> Any:
         """The evaluation step lowered for the mesh, ready to `compile()`."""
@@ -136,19 +158,19 @@ class Run:
         return lowered.compile({"xla_gpu_deterministic_ops": True} if deterministic else None)
 
 
-def build(config: Config, devices: Sequence[jax.Device], lengths: Lengths, mask_id: int | None) -> Run:
+def build(config: Config, devices: Sequence[jax.Device], timeline: Timeline, mask_id: int | None) -> Run:
     """Everything that a run computes with, on these devices; nothing is computed or compiled.
 
     Args:
         config: checked by `config/check.py` (the first stage of refusal).
         devices: all devices of the run, of all processes, real, simulated or absent.
-        lengths: updates of the run and of the parts of its schedule.
+        timeline: phases of the run, its updates and those of the parts of its schedule.
         mask_id: mask token of the dataset's tokenizer, None if it has none.
 
     Raises:
         Refused: the config does not fit the devices (the second stage).
     """
-    sizes = fit(config, len(devices))
+    sizes = fit(config, timeline.phases, len(devices))
     mesh = make_mesh(config.mesh, devices)
     platform = devices[0].platform
     precision = resolve_precision(config.precision, platform)
@@ -168,12 +190,12 @@ def build(config: Config, devices: Sequence[jax.Device], lengths: Lengths, mask_
     structure, parameters, *_ = nnx.split(abstract, Parameter, ...)
     axes = parameter_axes(parameters)
     schedule = make_schedule(
-        config.schedule, config.optimizer.learning_rate, lengths.steps, warmup=lengths.warmup, decay=lengths.decay
+        config.schedule, config.optimizer.learning_rate, timeline.steps, warmup=timeline.warmup, decay=timeline.decay
     )
     optimizer = make_optimizer(config.optimizer, schedule, axes)
     return Run(
         config=config,
-        lengths=lengths,
+        timeline=timeline,
         mesh=mesh,
         precision=precision,
         objective=objective,
@@ -182,7 +204,10 @@ def build(config: Config, devices: Sequence[jax.Device], lengths: Lengths, mask_
         structure=structure,
         axes=axes,
         state=abstract_state(config, precision, optimizer, axes, mesh, sizes),
-        batch=_on_mesh(objective.batch(*batch_shape(config, sizes)), mesh),
+        batches={
+            shape: _on_mesh(objective.batch(*shape), mesh)
+            for shape in {batch_shape(phase, sizes): None for phase in timeline.phases}
+        },
         evaluation_batch=_on_mesh(
             objective.batch(1, config.evaluate.batch_size or config.batch.global_size, config.data.sequence_length),
             mesh,
@@ -192,24 +217,32 @@ def build(config: Config, devices: Sequence[jax.Device], lengths: Lengths, mask_
 
 @dataclass(frozen=True)
 class Steps:
-    """Compiled functions of a run; each has one shape, so none is ever compiled again."""
+    """Compiled functions of a run; every shape that it will meet is there, so none is ever compiled again."""
 
-    train: Any
-    """(state, batch) -> (state, metrics); consumes the state."""
+    by_shape: dict[BatchShape, Any]
+    """The training step for each shape of a batch."""
     evaluate: Any
     """(params=, model_state=, batch=, cursor=) -> terms; None where nothing is evaluated."""
     initialize: Any
     """() -> state; None where a checkpoint is restored."""
 
+    def train(self, state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+        """(state, batch) -> (state, metrics); consumes the state."""
+        microsteps, rows, length = batch["tokens"].shape
+        return self.by_shape[microsteps, rows, length](state, batch)
 
-def compile_steps(run: Run, *, evaluates: bool, initializes: bool) -> Steps:
-    """Compiles what a run needs before its first update, side by side."""
+
+def compile_steps(run: Run, *, evaluates: bool, initializes: bool, first: int = 0) -> Steps:
+    """Compiles what a run needs for the updates after the first so many, side by side."""
+    shapes = {batch_shape(phase, run.mesh.shape): None for phase in run.timeline.after(first)}
     with ThreadPoolExecutor() as pool:
-        train = pool.submit(run.compile, run.lower_train_step())
+        train = {shape: pool.submit(run.compile, run.lower_train_step(run.batches[shape])) for shape in shapes}
         initialize = pool.submit(run.compile, run.lower_initialize()) if initializes else None
         evaluate = pool.submit(run.compile, run.lower_evaluation_step()) if evaluates else None
         return Steps(
-            train.result(), evaluate.result() if evaluate else None, initialize.result() if initialize else None
+            {shape: compiled.result() for shape, compiled in train.items()},
+            evaluate.result() if evaluate else None,
+            initialize.result() if initialize else None,
         )
 
 
@@ -226,10 +259,10 @@ def make_state(config: Config, precision: Precision, optimizer: optax.GradientTr
     return initial_state(params, nnx.to_pure_dict(model_state), optimizer.init(params))
 
 
-def batch_shape(config: Config, sizes: dict[str, int]) -> tuple[int, int, int]:
-    """(microsteps, rows of a microstep over all data shards, sequence length)."""
-    count = microsteps(config.batch, data_shards(sizes))
-    return count, config.batch.global_size // count, config.data.sequence_length
+def batch_shape(phase: Phase, sizes: Mapping[str, int]) -> BatchShape:
+    """The shape of a phase's batches on a mesh of these sizes."""
+    count = microsteps(phase, data_shards(sizes))
+    return count, phase.global_batch // count, phase.sequence_length
 
 
 def abstract_state(

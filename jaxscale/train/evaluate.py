@@ -9,39 +9,43 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxscale.config.phases import Phase
 from jaxscale.data.feed import Feed
-from jaxscale.data.order import Phase, Spread
-from jaxscale.data.store import TokenDataset
+from jaxscale.data.loader import Reading
+from jaxscale.data.mixture import Mixture
+from jaxscale.data.order import Spread
 from jaxscale.train.build import Run
 from jaxscale.train.state import ModelArrays, from_int
 
 
 def evaluate_splits(
-    run: Run, evaluation_step: Any, model: ModelArrays, splits: Mapping[str, TokenDataset]
+    run: Run, evaluation_step: Any, model: ModelArrays, splits: Mapping[str, Mixture]
 ) -> dict[str, dict[str, Any]]:
-    """`evaluate` for each of several datasets."""
-    return {name: evaluate(run, evaluation_step, model, dataset) for name, dataset in splits.items()}
+    """`evaluate` for each of several splits."""
+    return {name: evaluate(run, evaluation_step, model, split) for name, split in splits.items()}
 
 
-def evaluate(run: Run, evaluation_step: Any, model: ModelArrays, dataset: TokenDataset) -> dict[str, Any]:
+def evaluate(run: Run, evaluation_step: Any, model: ModelArrays, split: Mixture) -> dict[str, Any]:
     """Losses of the rows of a dataset in stored order; the last batch is filled up with rows that count nothing.
 
     Args:
         run: what `evaluation_step` was built from.
         evaluation_step: compiled, or jitted.
         model: its arrays, on the run's mesh.
-        dataset: what to evaluate on; `evaluate.rows` of its rows, or all.
+        split: one dataset to evaluate on; `evaluate.rows` of its rows, or all.
 
     Returns:
         For each term of the objective its mean (`loss` in nats a token), and `perplexity`, `bits_per_byte` (None for a
-        masked objective) and `valid_tokens`, the number of tokens predicted.
+        masked objective, and where the bytes of the text are not known) and `valid_tokens`,
+        the number of tokens predicted.
     """
     batch, length = run.evaluation_batch["tokens"].shape[1:]
-    rows = dataset.rows(length)
+    dataset, rows = split.first, split.rows(length)
     wanted = min(rows, run.config.evaluate.rows or rows)
     order = Spread(rows, wanted, (Phase(0, batch, length),))
     steps = math.ceil(wanted / batch)
-    feed = Feed(dataset, order, run.evaluation_batch, run.config.data, first_step=0, last_step=steps)
+    reading = Reading(threads=run.config.data.read_threads, ahead=run.config.data.read_ahead)
+    feed = Feed(split, order, lambda step: run.evaluation_batch, reading, first_step=0, last_step=steps)
 
     totals: dict[str, np.ndarray] = {}
     pending = None
@@ -57,10 +61,10 @@ def evaluate(run: Run, evaluation_step: Any, model: ModelArrays, dataset: TokenD
 
     means = {name: float(total / max(count, 1)) for name, (total, count) in totals.items()}
     bits_per_token = means["loss"] / math.log(2)
-    masked = run.config.objective.kind == "masked"
+    text_bytes = None if run.config.objective.kind == "masked" else dataset.text_bytes
     return {
         **means,
         "perplexity": math.exp(min(means["loss"], 700)),
-        "bits_per_byte": None if masked else bits_per_token * dataset.tokens / dataset.text_bytes,
+        "bits_per_byte": bits_per_token * dataset.tokens / text_bytes if text_bytes else None,
         "valid_tokens": int(totals["loss"][1]),
     }

@@ -60,6 +60,12 @@ class BaseHook:
         """Nothing."""
 
 
+WAIT_WARM_UP, WAIT_WINDOW = 5, 100
+"""Updates whose waiting does not count, and updates that are judged together."""
+MOST_WAIT = 0.01
+"""Share of its time that a run may wait for data without a word."""
+
+
 class MetricsHook(BaseHook):
     """A line for every n-th update and the last."""
 
@@ -69,11 +75,11 @@ class MetricsHook(BaseHook):
         *,
         wanted: Callable[[int], bool],
         place: Callable[[int], dict[str, int]],
-        flops_per_token: float,
+        flops_per_token: Callable[[int], float],
         peak_flops: float | None,
     ) -> None:
-        """`wanted(step)`: whether to write a line; `place(step)`: where an update stands; `peak_flops`: FLOP/s of all
-        devices together, None if not known."""
+        """`wanted(step)`: whether to write a line; `place(step)`: where an update stands; `flops_per_token(length)`: at
+        a sequence length; `peak_flops`: FLOP/s of all devices together, None if not known."""
         self._sinks = sinks
         self._wanted = wanted
         self._place = place
@@ -87,7 +93,9 @@ class MetricsHook(BaseHook):
         metrics = dict(update.metrics)
         valid_tokens, skipped = to_int(metrics.pop("valid_tokens")), int(metrics.pop("skipped"))
         place = self._place(update.step)
-        rate = (place["tokens"] - self._place(update.step - 1)["tokens"]) / update.step_seconds
+        before = self._place(update.step - 1)
+        tokens, examples = place["tokens"] - before["tokens"], place["examples"] - before["examples"]
+        rate, flops = tokens / update.step_seconds, self._flops_per_token(tokens // examples)
         line = {
             **place,
             "valid_tokens": valid_tokens,
@@ -96,12 +104,36 @@ class MetricsHook(BaseHook):
             "step_seconds": update.step_seconds,
             "data_wait_seconds": update.data_wait_seconds,
             "tokens_per_second": rate,
-            "mfu": None if self._peak is None else rate * self._flops_per_token / self._peak,
+            "mfu": None if self._peak is None else rate * flops / self._peak,
             "time": time.time(),
             **digest,
         }
         for sink in self._sinks:
             sink.write(line)
+
+
+class DataWaitHook(BaseHook):
+    """Says so where the run waits for data."""
+
+    def __init__(self, say: Callable[[str], None], advice: str) -> None:
+        """`say(text)`: tells a person; `advice`: what to change."""
+        self._say, self._advice = say, advice
+        self._updates, self._waited, self._seconds, self._said = 0, 0.0, 0.0, False
+
+    def read(self, update: Update) -> None:
+        """Judges every hundred updates, and says so the first time; the first few, which fill the buffers, not."""
+        self._updates += 1
+        if self._updates <= WAIT_WARM_UP:
+            return
+        self._waited += update.data_wait_seconds
+        self._seconds += update.step_seconds
+        if (self._updates - WAIT_WARM_UP) % WAIT_WINDOW == 0:
+            share = self._waited / self._seconds
+            if share > MOST_WAIT and not self._said:
+                self._said = True
+                window = f"the last {WAIT_WINDOW} updates up to {update.step:,}"
+                self._say(f"waiting for data: {share:.1%} of {window}; {self._advice}")
+            self._waited = self._seconds = 0.0
 
 
 class CheckpointHook(BaseHook):

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,12 +19,13 @@ from rich.console import Console
 from jaxscale.cluster import distributed
 from jaxscale.cluster.distributed import Processes
 from jaxscale.config.diff import to_toml
-from jaxscale.config.errors import Fault, Refused, Stop, StoppedEarly
-from jaxscale.config.length import to_steps, train_length
+from jaxscale.config.errors import DataExhausted, Fault, Refused, Stop, StoppedEarly
+from jaxscale.config.length import train_length
+from jaxscale.config.phases import lengths_of, phases_of, step_at_cursor, tokens_at_step, updates_of_phases
 from jaxscale.config.schema import Config
 from jaxscale.data.feed import Feed
 from jaxscale.data.files import claim, replace_file
-from jaxscale.data.loader import make_order
+from jaxscale.data.mixture import Mixture, make_order, open_mixture, shares
 from jaxscale.data.store import TokenDataset
 from jaxscale.flops import flops_per_token, parameter_count
 from jaxscale.hardware import peak_flops
@@ -33,10 +35,12 @@ from jaxscale.runtime.ledger import Ledger
 from jaxscale.runtime.metrics import MetricsFile
 from jaxscale.runtime.progress import ProgressBar
 from jaxscale.train import tell
-from jaxscale.train.build import Run, Steps, build, compile_steps, resolve_lengths
+from jaxscale.train.bench import choose_reading
+from jaxscale.train.build import Run, Steps, build, compile_steps, make_timeline
 from jaxscale.train.evaluate import evaluate_splits
 from jaxscale.train.hooks import (
     CheckpointHook,
+    DataWaitHook,
     EvaluationHook,
     FiniteGuard,
     MetricsHook,
@@ -47,7 +51,7 @@ from jaxscale.train.hooks import (
 )
 from jaxscale.train.inputs import open_datasets
 from jaxscale.train.loop import Hook, run_loop
-from jaxscale.train.resume import check_resume, metadata, newest
+from jaxscale.train.resume import check_resume, check_skips, metadata, newest, phases_from
 from jaxscale.train.sample import complete
 from jaxscale.train.state import ModelArrays, model_of
 
@@ -65,13 +69,18 @@ def train(config: Config) -> None:
             claim_run(config, stack)
         saved = newest(config.run_dir)
         with ledger.phase("prepare data"):
-            dataset, validation = open_datasets(config, console)
-        lengths = resolve_lengths(config, dataset.rows(config.data.sequence_length))
-        changes = check_resume(saved, config, dataset.fingerprint) if saved else ()
-        if saved is not None and saved.step >= lengths.steps:
-            tell.finished(config, saved.step, lengths.steps, console)
+            mixture, validation = open_datasets(config, console, processes)
+            changes = check_resume(saved, config, mixture) if saved else ()
+            phases = phases_from(saved, config)
+            order = make_order(config, mixture, phases)
+            if saved is not None:
+                check_skips(saved, order)
+        timeline = make_timeline(config, phases, mixture.rows(config.data.sequence_length))
+        last = timeline.steps if order.steps is None else min(timeline.steps, order.steps)
+        if saved is not None and saved.step >= last:
+            tell.finished(config, saved.step, timeline.steps, last, changes, console)
             return
-        run = build(config, jax.devices(), lengths, dataset.mask_id)
+        run = build(config, jax.devices(), timeline, mixture.first.mask_id)
 
         checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep)
         if saved is not None:
@@ -82,44 +91,50 @@ def train(config: Config) -> None:
             stack.callback(ledger.close)
             replace_file(config.run_dir / "config.toml", to_toml(config).encode())
         first = saved.step if saved else 0
-        tell.introduction(run, dataset, processes, first, changes, console)
+        tell.introduction(run, mixture, processes, first, last, changes, console)
 
         with ledger.phase("compile"):
-            steps = compile_steps(run, evaluates=bool(validation), initializes=saved is None)
+            steps = compile_steps(run, evaluates=bool(validation), initializes=saved is None, first=first)
         with ledger.phase("restore" if saved else "initialize"):
             state = checkpoints.restore(first, run.state) if saved else steps.initialize()
 
-        about = metadata(config, dataset.fingerprint)
-        sinks = make_sinks(run, processes, console, stack, first)
-        hooks = make_hooks(run, steps, validation, sinks, checkpoints, about, first)
+        about = metadata(config, mixture, phases)
+        sinks = make_sinks(run, processes, console, stack, first, last)
+        hooks = make_hooks(run, steps, validation, sinks, checkpoints, about, first, last)
+        hooks.append(DataWaitHook(partial(tell.warn, processes), tell.advice_on_waiting(config)))
+        with ledger.phase("prepare data"):
+            reading = choose_reading(config, run, mixture, order)
         feed = Feed(
-            dataset,
-            make_order(config, dataset),
+            mixture,
+            order,
             run.batch,
-            config.data,
+            reading,
             first_step=first,
-            last_step=lengths.steps,
+            last_step=last,
             digests=config.metrics.batch_digest,
         )
+        stack.callback(feed.close)
         for hook in hooks:
             stack.callback(hook.close)
         with ledger.phase("train"):
-            state, step = run_loop(state, steps.train, feed, first, lengths.steps, hooks, stop.agreed, ledger.phase)
+            state, step = run_loop(state, steps.train, feed, first, last, hooks, stop.agreed, ledger.phase)
         with ledger.phase("checkpoint"):
             checkpoints.save(step, state, about)
             checkpoints.close()
-        if step < lengths.steps:
+        if step < last:
             raise StoppedEarly(
-                f"stopped after step {step:,} of {lengths.steps:,} with a complete checkpoint; the same command goes on"
+                f"stopped after step {step:,} of {last:,} with a complete checkpoint; the same command goes on"
             )
         prompt = config.sample.prompt
         with ledger.phase("sample"):
-            completion = None if prompt is None else complete(run, model_of(state), dataset, prompt)
+            completion = None if prompt is None else complete(run, model_of(state), mixture.first, prompt)
         for sink in sinks:
             sink.close()
         if processes.first:
             with ledger.phase("report"):
-                tell.conclusion(config, dataset, validation, completion, console)
+                tell.conclusion(config, mixture, validation, completion, console)
+        if last < timeline.steps:
+            raise DataExhausted(tell.exhausted(config, last, timeline.steps))
 
 
 def evaluate(config: Config) -> dict[str, dict[str, Any]]:
@@ -146,28 +161,50 @@ def generate(config: Config, prompt: str) -> str:
     if not config.model.causal:
         raise Refused("model.causal = false: an encoder cannot continue a text; `jaxscale eval` measures it")
     with joined(config):
-        run, model, _, (dataset, _) = restored(config)
-        return complete(run, model, dataset, prompt)
+        run, model, _, (mixture, _) = restored(config)
+        return complete(run, model, mixture.first, prompt)
 
 
 def describe(config: Config) -> dict[str, Any]:
     """Numbers that follow from a config alone; a length in epochs is None where the dataset is not there."""
-    length = config.data.sequence_length
+    length, phases, model = config.data.sequence_length, phases_of(config), config.model
     tokens = config.batch.global_size * length
-    dataset = TokenDataset.find(config.data.train)
-    rows = None if dataset is None else dataset.rows(length)
-    steps = to_steps(train_length(config), config.batch.global_size, length, rows)
-    flops = flops_per_token(config.model, length)
-    return {
-        "parameters": parameter_count(config.model),
+    steps = lengths_of(config, phases, _rows_of_epoch(config)).steps
+    flops = flops_per_token(model, length)
+    facts: dict[str, Any] = {
+        "parameters": parameter_count(model),
         "tokens_an_update": tokens,
         "updates": steps,
-        "tokens": None if steps is None else steps * tokens,
+        "tokens": None if steps is None else tokens_at_step(phases, steps),
         "flops_a_token": flops,
         "flops_an_update": flops * tokens,
-        "flops": None if steps is None else flops * tokens * steps,
+        "flops": None
+        if steps is None
+        else sum(
+            updates * phase.global_batch * phase.sequence_length * flops_per_token(model, phase.sequence_length)
+            for phase, updates in updates_of_phases(phases, steps)
+        ),
         "run_directory": str(config.run_dir),
     }
+    if len(phases) > 1 or len(config.data.sources) > 1:
+        facts["phases"] = {
+            str(number): {
+                "first_step": step_at_cursor(phases, phase.first_cursor),
+                "global_size": phase.global_batch,
+                "sequence_length": phase.sequence_length,
+                "shares": shares(config, phase),
+            }
+            for number, phase in enumerate(phases)
+        }
+    return facts
+
+
+def _rows_of_epoch(config: Config) -> int | None:
+    """Rows of the dataset where a length is in its epochs and it is there."""
+    source, *_ = config.data.sources.values()
+    if train_length(config).unit != "epochs" or TokenDataset.find(source.path, config.data.tokenizer) is None:
+        return None
+    return open_mixture(config.data).rows(config.data.sequence_length)
 
 
 def claim_run(config: Config, stack: ExitStack) -> None:
@@ -211,25 +248,26 @@ def joined(config: Config) -> Iterator[Processes]:
     distributed.shutdown()
 
 
-def restored(config: Config) -> tuple[Run, ModelArrays, int, tuple[TokenDataset, dict[str, TokenDataset]]]:
+def restored(config: Config) -> tuple[Run, ModelArrays, int, tuple[Mixture, dict[str, Mixture]]]:
     """A run with the model of its newest checkpoint (and no more of the state), the step of it, and its datasets."""
     saved = newest(config.run_dir)
     if saved is None:
         raise Refused(f"{config.run_dir}: holds no complete checkpoint; train it first")
     datasets = open_datasets(config, Console(quiet=True))
-    lengths = resolve_lengths(config, datasets[0].rows(config.data.sequence_length))
-    run = build(config, jax.devices(), lengths, datasets[0].mask_id)
+    mixture, _ = datasets
+    timeline = make_timeline(config, phases_from(saved, config), mixture.rows(config.data.sequence_length))
+    run = build(config, jax.devices(), timeline, mixture.first.mask_id)
     checkpoints = Checkpoints(config.run_dir / "checkpoints", config.checkpoint.keep)
     return run, checkpoints.restore(saved.step, model_of(run.state)), saved.step, datasets
 
 
-def make_sinks(run: Run, processes: Processes, console: Console, stack: ExitStack, first: int) -> list[Sink]:
+def make_sinks(run: Run, processes: Processes, console: Console, stack: ExitStack, first: int, last: int) -> list[Sink]:
     """Where metrics go: the file and the progress bar of process 0."""
     if not processes.first:
         return []
     sinks: list[Sink] = [
         MetricsFile(run.config.run_dir / "metrics.jsonl", first),
-        ProgressBar(console, first, run.lengths.steps),
+        ProgressBar(console, first, last),
     ]
     for sink in sinks:
         stack.callback(sink.close)
@@ -239,20 +277,16 @@ def make_sinks(run: Run, processes: Processes, console: Console, stack: ExitStac
 def make_hooks(
     run: Run,
     steps: Steps,
-    validation: Mapping[str, TokenDataset],
+    validation: Mapping[str, Mixture],
     sinks: list[Sink],
     checkpoints: Checkpoints,
     about: Mapping[str, Any],
     first: int,
+    last: int,
 ) -> list[Hook]:
     """The hooks of a run, in the order in which they act: a checkpoint is saved before anything that may fail."""
-    config, last = run.config, run.lengths.steps
+    config, place = run.config, run.timeline.place
     device = run.mesh.devices.flat[0]
-
-    def place(step: int) -> dict[str, int]:
-        examples = step * config.batch.global_size
-        return {"step": step, "examples": examples, "tokens": examples * config.data.sequence_length}
-
     peak = peak_flops(device.device_kind, run.precision.compute.name)
     hooks: list[Hook] = [
         FiniteGuard(config.guard.nonfinite_updates),
@@ -260,7 +294,7 @@ def make_hooks(
             sinks,
             wanted=every(config.metrics.every_steps, last),
             place=place,
-            flops_per_token=flops_per_token(config.model, config.data.sequence_length),
+            flops_per_token=partial(flops_per_token, config.model),
             peak_flops=None if peak is None else peak * run.mesh.devices.size,
         ),
         CheckpointHook(checkpoints, about, every(config.checkpoint.every_steps, last)),

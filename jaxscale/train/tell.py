@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from rich.table import Table
 
 from jaxscale.cluster.distributed import Processes
 from jaxscale.config.diff import Change
-from jaxscale.config.errors import Refused
+from jaxscale.config.errors import DataExhausted, Refused
 from jaxscale.config.length import train_length
+from jaxscale.config.phases import Phase, step_at_cursor, tokens_at_step
 from jaxscale.config.schema import Config
-from jaxscale.data.store import TokenDataset
+from jaxscale.data.interleave import draws_of
+from jaxscale.data.mixture import Mixture, shares
 from jaxscale.data.unigram import unigram_loss
 from jaxscale.flops import parameter_count
 from jaxscale.report.page import write_report
@@ -23,18 +26,33 @@ from jaxscale.train.build import Run
 
 
 def introduction(
-    run: Run, dataset: TokenDataset, processes: Processes, first: int, changes: Sequence[Change], console: Console
+    run: Run,
+    mixture: Mixture,
+    processes: Processes,
+    first: int,
+    last: int,
+    changes: Sequence[Change],
+    console: Console,
 ) -> None:
     """Where the run is, what it trains on what, and what changed since its checkpoint."""
-    config, steps = run.config, run.lengths.steps
-    tokens = config.batch.global_size * config.data.sequence_length
+    config, steps, phases = run.config, run.timeline.steps, run.timeline.phases
     axes = " x ".join(f"{axis} {size}" for axis, size in run.mesh.shape.items() if size > 1) or "one device"
     device = run.mesh.devices.flat[0]
     console.print(f"run         {config.run_dir}")
     console.print(f"model       {parameter_count(config.model):,} parameters, computed in {run.precision.compute.name}")
-    console.print(f"data        {config.data.train}: {dataset.tokens:,} tokens in {dataset.documents:,} documents")
+    for dataset in mixture.datasets.values():
+        console.print(f"data        {dataset.path}: {dataset.tokens:,} tokens in {dataset.documents:,} documents")
+    if config.data.packing != "end_to_end":
+        shares_of = {length: mixture.padding_share(length) for length in {phase.sequence_length for phase in phases}}
+        padding = ", ".join(f"{share:.3%} padding at {length:,} tokens" for length, share in sorted(shares_of.items()))
+        console.print(f"packing     {config.data.packing}: {padding}")
     console.print(f"devices     {run.mesh.devices.size} x {device.device_kind}: {axes}")
-    console.print(f"length      {steps:,} updates of {tokens:,} tokens{_rounded(config, steps * tokens)}")
+    console.print(f"length      {_length(run)}{_rounded(config, tokens_at_step(phases, steps))}")
+    if len(phases) > 1 or len(mixture.datasets) > 1:
+        for phase in phases:
+            console.print(f"phase       {_phase(config, phase, step_at_cursor(phases, phase.first_cursor))}")
+    if last < steps:
+        console.print(f"data end    a source has its max_epochs after step {last:,}: the run ends there (exit code 4)")
     if processes.count > 1:
         table = Table("process", "host", "devices", box=None)
         for index, member in enumerate(processes.members):
@@ -46,20 +64,54 @@ def introduction(
         console.print(f"changed     {change.key}: {change.old} -> {change.new}")
 
 
-def finished(config: Config, done: int, steps: int, console: Console) -> None:
-    """Nothing is left to do. Raises Refused if the run is longer than the config asks for."""
+def finished(config: Config, done: int, steps: int, last: int, changes: Sequence[Change], console: Console) -> None:
+    """Nothing is left to do.
+
+    Raises:
+        Refused: the run is longer than the config asks for.
+        DataExhausted: the data ends before it is as long.
+    """
+    if done == last < steps:
+        raise DataExhausted(exhausted(config, last, steps))
     if done > steps:
         raise Refused(
             f"{config.run_dir} is trained to step {done:,}, the config asks for {steps:,} updates; "
             f"nearest: train.steps={done}, or another name"
         )
+    for change in changes:
+        console.print(f"not applied {change.key}: {change.old} -> {change.new}")
     console.print(f"{config.run_dir} is finished: {done:,} updates. A larger train.steps continues it.")
+
+
+def warn(processes: Processes, text: str) -> None:
+    """A line on stderr, from whichever process."""
+    who = f"process {processes.index}: " if processes.count > 1 else ""
+    print(f"jaxscale: {who}{text}", file=sys.stderr, flush=True)
+
+
+def advice_on_waiting(config: Config) -> str:
+    """What to change where a run waits for data."""
+    if config.data.workers == "auto":
+        return "the storage does not deliver more; copy the data to a local disk first (jaxscale data stage)"
+    data = config.data
+    return (
+        f"data.workers = {data.workers}, data.read_threads = {data.read_threads}, data.read_ahead = {data.read_ahead}; "
+        '`jaxscale data bench` finds better ones, or data.workers="auto"'
+    )
+
+
+def exhausted(config: Config, last: int, steps: int) -> str:
+    """That the data has ended before the run."""
+    return (
+        f"{config.run_dir}: a source has had its max_epochs after step {last:,} of {steps:,}; the checkpoint is "
+        'complete. More max_epochs, or data.when_exhausted = "renormalize", goes on'
+    )
 
 
 def conclusion(
     config: Config,
-    dataset: TokenDataset,
-    validation: Mapping[str, TokenDataset],
+    mixture: Mixture,
+    validation: Mapping[str, Mixture],
     completion: str | None,
     console: Console,
 ) -> None:
@@ -72,7 +124,7 @@ def conclusion(
         text = f"{split} loss {last['loss']:.3f} nats a token (perplexity {last['perplexity']:.1f})"
         if last["bits_per_byte"] is not None:
             text += f", {last['bits_per_byte']:.3f} bits a byte"
-        unigram = unigram_loss(dataset, data) if config.objective.kind == "causal" else None
+        unigram = unigram_loss(mixture.datasets.values(), data.first) if config.objective.kind == "causal" else None
         if unigram is not None:
             baselines[f"unigram model, {split}"] = unigram
             text += f"; a unigram model has {unigram:.3f} ({math.exp(unigram):.1f})"
@@ -90,6 +142,20 @@ def conclusion(
         console.print(f"  complete a text  jaxscale generate {shown} 'import '")
     console.print(f"  evaluate         jaxscale eval {shown}")
     console.print("  change a value   the same command with optimizer.learning_rate=1e-3 name=another")
+
+
+def _length(run: Run) -> str:
+    phases, steps = run.timeline.phases, run.timeline.steps
+    if len({(phase.global_batch, phase.sequence_length) for phase in phases}) > 1:
+        return f"{steps:,} updates"
+    return f"{steps:,} updates of {phases[0].global_batch * phases[0].sequence_length:,} tokens"
+
+
+def _phase(config: Config, phase: Phase, step: int) -> str:
+    """A phase in a line; the shares of the sources are those that are used, which may be rounded."""
+    drawn = ", ".join(f"{name} {share:.3%}" for name, share in shares(config, phase).items())
+    period = f" (draws of {sum(draws_of(phase.weights)):,})" if len(phase.weights) > 1 else ""
+    return f"from step {step + 1:,}: {phase.global_batch:,} x {phase.sequence_length:,} tokens; {drawn}{period}"
 
 
 def _rounded(config: Config, tokens: int) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxscale.config.load import load
-from jaxscale.config.schema import ModelConfig
+from jaxscale.config.model import ModelConfig
 from jaxscale.flops import flops_per_token, parameter_count
 from jaxscale.hardware import GPUS, peak_flops
 from jaxscale.runtime.ledger import read_attempts, read_totals

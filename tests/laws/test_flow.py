@@ -9,12 +9,13 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxscale.data.feed import FedBatch
 from jaxscale.train import loop
-from jaxscale.train.build import shardings
+from jaxscale.train.build import batch_shape, compile_steps, shardings
 from jaxscale.train.hooks import BaseHook
 from jaxscale.train.loop import run_loop
 from tests import tiny
@@ -104,7 +105,7 @@ def test_one_host_read_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
             self.step += 1
             return FedBatch(tiny.device_batch(run, tiny.host_batch(run, self.step)), np.arange(8), None), 0.0
 
-    compiled, initialize = run.lower_train_step().compile(), run.lower_initialize().compile()
+    compiled, initialize = run.lower_train_step(run.batch(0)).compile(), run.lower_initialize().compile()
     none = contextlib.nullcontext
     state, step = run_loop(initialize(), compiled, Feed(), 0, 4, [], lambda: False, lambda _: none())  # type: ignore[arg-type]
     assert step == 4
@@ -115,7 +116,7 @@ def test_one_host_read_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_step_pins_every_leaf_and_donates_the_state() -> None:
     """What goes out of the step lies as what went in, leaf by leaf, so no second compile can come; and in its place."""
     run = tiny.make_run(tiny.config(mesh={"replica": 2, "fsdp": 2, "tensor": 2}))
-    compiled = run.lower_train_step().compile()
+    compiled = run.lower_train_step(run.batch(0)).compile()
     ins, outs = compiled.input_shardings[0][0], compiled.output_shardings[0]
     for before, after, wanted, leaf in zip(
         *map(jax.tree.leaves, (ins, outs, shardings(run.state), run.state)), strict=True
@@ -146,3 +147,22 @@ def test_each_step_is_compiled_once(tmp_path_factory: pytest.TempPathFactory) ->
         assert compiled.count("train_step") == 1
         assert compiled.count("evaluation_step") == 1
         assert compiled.count("initialize") == initialized
+
+
+def test_one_compile_for_each_shape_of_the_phases() -> None:
+    """Four phases of three shapes: three programs, all before the first update, none for what is behind a resume."""
+    phases = ({"start": 2, "global_size": 16}, {"start": 4, "global_size": 8}, {"start": 5, "sequence_length": 32})
+    run = tiny.make_run(tiny.config(batch={"microbatch": 8}, phases=phases))
+    shapes = [tuple(run.batch(step)["tokens"].shape) for step in range(8)]
+    first, second, third, last = (1, 8, 64), (2, 8, 64), (1, 8, 64), (1, 8, 32)
+    assert shapes == [first] * 2 + [second] * 2 + [third] + [last] * 3
+    assert set(run.batches) == {first, second, last}
+    for done, wanted in ((0, {first, second, last}), (3, {first, second, last}), (4, {third, last}), (6, {last})):
+        assert {batch_shape(phase, run.mesh.shape) for phase in run.timeline.after(done)} == wanted
+    steps = compile_steps(run, evaluates=False, initializes=True, first=4)
+    assert set(steps.by_shape) == {third, last}
+    state = steps.initialize()
+    for step in (4, 5):
+        batch = {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in run.batch(step).items()}
+        state, _ = steps.train(state, batch)
+        assert int(state.cursor[1]) == 8 * (step - 3)

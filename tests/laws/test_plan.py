@@ -89,7 +89,7 @@ def step_that(verb: str, config: Path, *overrides: str) -> str:
         assert main([verb, str(config), *overrides]) == 0
     (program,) = folder.glob("*train_step*")
     lines = [line for line in program.read_text().splitlines() if not line.startswith("#loc")]
-    return re.sub(r" loc\((?:#loc\d*|\"[^\"]*\"\(#loc\d*\))\)", "", "\n".join(lines))
+    return re.sub(r" loc\((?:#loc\d*|callsite\([^()]*\)|\"[^\"]*\"\(#loc\d*\))\)", "", "\n".join(lines))
 
 
 def test_plan_compiles_what_train_runs(config: Path) -> None:
@@ -118,7 +118,8 @@ def test_plan_compiles_what_train_runs_where_data_decide(config: Path, capsys: p
 def lowered(*overrides: str) -> str:
     """The step that `plan` would compile for the tiny decoder of the repository, whose dataset is not there."""
     config = load(tiny.repository() / "configs/tiny/decoder.toml", ["data.train=none", "model.layers=2", *overrides])
-    return str(build_without_data(config).lower_train_step().as_text())
+    run = build_without_data(config)
+    return str(run.lower_train_step(run.batch(0)).as_text())
 
 
 def test_what_matters_changes_the_program() -> None:

@@ -197,15 +197,27 @@ CASES = {
     "coordinator": wrong("cluster.coordinator=node1", "HOST:PORT"),
     # Data and evaluation.
     "nothing to evaluate": wrong("evaluate.every_steps=5", "[data.validation]"),
-    "nothing to read": wrong("data.build.malformed=skip", "data.build.files or data.build.corpus"),
+    "nothing to read": wrong("data.build.on_error=skip", "data.build.files or data.build.corpus"),
     "two corpora": wrong("data.build.corpus=python-stdlib", "only one of", also=('data.build.files=["a.txt"]',)),
     "trained bytes": wrong(
         "data.build.train_vocabulary=400", "tokenizer.json", also=("data.build.corpus=python-stdlib",)
     ),
     "large vocabulary": wrong("data.build.train_vocabulary=501", "at most model.vocabulary_size = 500"),
     "nowhere to hold out": wrong(
-        "data.build.validation_share=0.1", "exactly one split", also=("data.build.corpus=python-stdlib",)
+        "data.build.validation_share=0.1", "needs a split in", also=("data.build.corpus=python-stdlib",)
     ),
+    "no expression": wrong("data.build.keep=f(x)", "is not understood; allowed", also=('data.build.files=["a"]',)),
+    "fields of plain text": wrong("data.build.keep=x", "no fields", also=("data.build.corpus=python-stdlib",)),
+    "no length left": wrong(
+        "data.build.max_characters=5",
+        "at least data.build.min_characters = 9",
+        also=("data.build.corpus=python-stdlib", "data.build.min_characters=9"),
+    ),
+    "bytes cannot fill in": wrong(
+        "data.build.fill_in_middle.rate=0.5", "have none", also=("data.build.corpus=python-stdlib",)
+    ),
+    "no partition": wrong("data.build.executor=slurm", "submits to it", also=("data.build.corpus=python-stdlib",)),
+    "error handling": wrong("data.build.on_error=skp", "'stop' or 'skip'; nearest: skip"),
 }
 
 

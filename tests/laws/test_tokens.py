@@ -58,7 +58,8 @@ def make_run(case: Case) -> Run:
 @cache
 def train_step(case: Case) -> Any:
     """The compiled training step of a case."""
-    return make_run(case).lower_train_step().compile(compiler_options=tiny.QUICK)
+    run = make_run(case)
+    return run.lower_train_step(run.batch(0)).compile(compiler_options=tiny.QUICK)
 
 
 def updates(case: Case, batches: list[dict[str, np.ndarray]], state: TrainState | None = None) -> tuple[Any, Metrics]:
@@ -112,7 +113,7 @@ def test_microbatches_change_nothing(case: Case) -> None:
     Dropout follows the row of the batch, masks of the masked objective the row of the dataset.
     """
     run, (state, metrics) = make_run(case), trained(case)
-    assert run.batch["tokens"].shape == (ROWS // case.microbatch, case.microbatch, 64)
+    assert run.batch(0)["tokens"].shape == (ROWS // case.microbatch, case.microbatch, 64)
     assert_same((state, metrics), trained(Case(case.model)))
     np.testing.assert_allclose([m["learning_rate"] for m in metrics], [run.schedule(n) for n in range(STEPS)])
     counts = [int(count) for _, count in optax.tree.get_all_with_path(state.optimizer_state, "count")]

@@ -234,6 +234,10 @@ def data_stage(
     from jaxscale.data.stage import stage
 
     tree = Tree(hosts.split(","), host_index) if hosts else ALONE
+    for host in tree.hosts:
+        port = host.partition(":")[2] or "1"
+        if not port.isdecimal() or not 0 < int(port) < 65536:
+            raise Refused(f"--hosts: {host}: must be NAME or NAME:PORT, with a port from 1 to 65535")
     if host_index >= len(tree.hosts):
         raise Refused(
             f"--host-index {host_index}: --hosts names {len(tree.hosts)}; the last one is {len(tree.hosts) - 1}"

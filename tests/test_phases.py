@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from jaxscale.config.load import load
+from jaxscale.config.phases import Phase, phases_of
 from tests.command import CONFIG, Workplace, finish, numbers, wait_for
 
 MIXTURE = (
@@ -91,6 +93,22 @@ def test_a_changed_batch_appends_a_phase_if_told(place: Workplace) -> None:
     assert [(row["source"], row["dataset_row"]) for row in grown] == [(r["source"], r["dataset_row"]) for r in small]
 
 
+def test_starts_count_the_updates_that_a_changed_run_has_really_done() -> None:
+    """Three updates of 8, then 16: a phase at update 6 begins after three more; one that is behind holds at once."""
+    overrides = ["batch.global_size=16", "data.sequence_length=32", "schedule.warmup=0"]
+    config = load(CONFIG, [*overrides, "phases=[{start=2,microbatch=4},{start=6,sequence_length=16}]"])
+    assert phases_of(config, [Phase(0, 8, 32)], cursor=24) == (
+        Phase(0, 8, 32),
+        Phase(24, 16, 32, microbatch=4),
+        Phase(24 + 3 * 16, 16, 16, microbatch=4),
+    )
+
+
+def test_data_that_end_before_the_first_update_are_told_at_once(place: Workplace) -> None:
+    output = place.train("nothing", *MIXTURE, "data.train.code.max_epochs=1e-9", "data.train.code.weight=1", code=4)
+    assert "code has had its max_epochs = 1e-09 after step 0 of 16" in output and "Traceback" not in output
+
+
 def test_skips_may_be_added_ahead(place: Workplace) -> None:
     place.train("skips", *MIXTURE, "train.steps=4")
     skip = "data.skip=[{{sequence_length=32,first={},end=60}}]"
@@ -107,7 +125,7 @@ def test_exhausted_data_end_the_run(place: Workplace) -> None:
     limited = (*MIXTURE, "data.train.code.max_epochs=0.01", "checkpoint.every_steps=50")
     output = place.train("limited", *limited, "train.steps=2000", code=4)
     last = place.steps_done("limited")
-    assert f"after step {last:,} of 2,000" in output and 0 < last < 2000
+    assert f"code has had its max_epochs = 0.01 after step {last:,} of 2,000" in output and 0 < last < 2000
     assert place.checkpoints("limited")[-1] == last
     assert f"after step {last:,} of 2,000" in place.train("limited", *limited, "train.steps=2000", code=4)
     told = ("data.when_exhausted=renormalize", "data.accept_change=true")
@@ -139,6 +157,9 @@ def test_exhausted_data_end_the_run(place: Workplace) -> None:
             ("data.skip=[{sequence_length=31,first=5,end=6}]",),
             "no part of the run has rows of this length; nearest: 32",
         ),
+        (("phases=[{start=5}]",), "phases.0: changes nothing"),
+        (("phases.0.start=5",), "a list is written whole, such as phases=["),
+        (("data.skip=[{sequence_length=32,first=0,end=99999999999999999999}]",), "data.skip.0.end"),
         (("data.train.web.path=x",), "data.build: builds one dataset, but data.train is a mixture"),
     ],
 )

@@ -151,6 +151,13 @@ def phases(config: Config) -> Mistakes:
     except WrongValue as wrong:
         yield wrong
         return
+    for number, change in enumerate(config.phases):
+        if not any(value is not None for name, value in change if name != "start"):
+            yield WrongValue(
+                f"phases.{number}",
+                None,
+                "changes nothing; it may set global_size, microbatch, sequence_length, weights",
+            )
     for number, phase in enumerate(found):
         if not any(phase.weights):
             key = f"phases.{number - 1}.weights" if number else "data.train"

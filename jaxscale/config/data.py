@@ -120,7 +120,7 @@ class SkipConfig(Section):
     """The order that is meant: of rows of this length."""
     first: NaturalInt
     """First place left out; 0 is the first row of the run at this length."""
-    end: PositiveInt
+    end: Annotated[PositiveInt, Field(le=2**62)]
     """The place after the last one left out."""
 
 

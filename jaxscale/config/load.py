@@ -69,6 +69,8 @@ def _overrides(arguments: Sequence[str]) -> tuple[Source, list[str]]:
         parts = tuple(key.strip().split("."))
         if not equals:
             wrong.append(f"{COMMAND_LINE}: {argument!r}: an override is written key=value{_did_you_mean(key)}")
+        elif any(part.isdecimal() for part in parts):
+            wrong.append(f"{COMMAND_LINE}: {key}: a list is written whole, such as {parts[0]}=[{{...}}, {{...}}]")
         elif keys.find(parts) is None:
             wrong.append(f"{COMMAND_LINE}: {key}: there is no such key{_did_you_mean(key)}")
         else:
@@ -86,6 +88,8 @@ def _value(text: str, key: Key) -> Any:
     except tomllib.TOMLDecodeError:
         return text
     field = keys.find(key)
+    if isinstance(parsed["value"], dict) and len(parsed) == 1 and field is not None and keys.has_entries(field):
+        return parsed["value"]
     takes_text = field is not None and {str, Path} & set(keys.types_of(field))
     takes_number = field is not None and {int, float, bool} & set(keys.types_of(field))
     if len(parsed) > 1 or (takes_text and not takes_number and not isinstance(parsed["value"], str)):

@@ -7,7 +7,7 @@ so a cursor, an update and a number of tokens are the same place in three units,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -32,40 +32,51 @@ class Phase:
     """Examples of a data shard and microstep; None: one microstep."""
 
 
-def phases_of(config: Config) -> tuple[Phase, ...]:
+def phases_of(config: Config, past: Sequence[Phase] = (), cursor: int = 0) -> tuple[Phase, ...]:
     """The phases that a config describes: what `[batch]` and `[data]` say, then each of `phases`.
+
+    Where a run has a `past` up to a `cursor`, they follow it; changes whose start is behind the cursor hold from it.
 
     Raises:
         WrongValue: a phase does not begin a whole number of updates after the one before, or names an unknown source.
     """
     sources = config.data.sources
     phase = Phase(
-        first_cursor=0,
+        first_cursor=cursor,
         global_batch=config.batch.global_size,
         sequence_length=config.data.sequence_length,
         weights=tuple(source.weight for source in sources.values()),
         microbatch=config.batch.microbatch,
     )
-    phases = [phase]
+    phases = [*past, phase]
     for number, change in enumerate(config.phases):
-        weights = phase.weights
-        if change.weights is not None:
-            for name in change.weights:
-                if name not in sources:
-                    known = ", ".join(sources)
-                    raise WrongValue(
-                        f"phases.{number}.weights.{name}", None, f"is no source of data.train; it has: {known}"
-                    )
-            weights = tuple(change.weights.get(name, 0.0) for name in sources)
+        key = f"phases.{number}.start"
+        start = _length(change.start, key)
+        behind = bool(past) and _is_behind(phases, start, cursor)
         phase = Phase(
-            first_cursor=_start(phases, change.start, f"phases.{number}.start"),
+            first_cursor=cursor if behind else _start(phases, start, change.start, key),
             global_batch=change.global_size or phase.global_batch,
             sequence_length=change.sequence_length or phase.sequence_length,
-            weights=weights,
+            weights=phase.weights if change.weights is None else _weights(change.weights, sources, number),
             microbatch=change.microbatch or phase.microbatch,
         )
-        phases.append(phase)
+        phases = [*(phases[:-1] if behind else phases), phase]
     return tuple(phases)
+
+
+def _weights(weights: Mapping[str, float], sources: Collection[str], number: int) -> tuple[float, ...]:
+    """Weights by name in the order of the sources; one that is not named has 0."""
+    for name in weights:
+        if name not in sources:
+            known = ", ".join(sources)
+            raise WrongValue(f"phases.{number}.weights.{name}", None, f"is no source of data.train; it has: {known}")
+    return tuple(weights.get(name, 0.0) for name in sources)
+
+
+def _is_behind(phases: Sequence[Phase], start: Length, cursor: int) -> bool:
+    """Whether a run that is at a cursor has come to a start."""
+    step = step_at_cursor(phases, cursor)
+    return start.value <= (step if start.unit == "steps" else tokens_at_step(phases, step))
 
 
 @dataclass(frozen=True)
@@ -107,14 +118,20 @@ def _last_updates(phases: Sequence[Phase], steps: int, tokens: int) -> int:
     return steps + 1 - step_at_tokens(phases, before + 1)
 
 
-def _start(phases: Sequence[Phase], text: int | str, key: str) -> int:
-    """The cursor at which a phase after these begins."""
+def _length(text: int | str, key: str) -> Length:
+    """The start of a phase, in updates or tokens."""
+    allowed = 'must be in updates or tokens, such as 1000 or "10B tokens"'
     try:
         length = parse_length(text)
-    except ValueError as error:
-        raise WrongValue(key, text, str(error)) from None
+    except ValueError:
+        raise WrongValue(key, text, allowed) from None
     if length.unit == "epochs":
-        raise WrongValue(key, text, 'must be in updates or tokens, such as 1000 or "10B tokens"')
+        raise WrongValue(key, text, allowed)
+    return length
+
+
+def _start(phases: Sequence[Phase], length: Length, text: int | str, key: str) -> int:
+    """The cursor at which a phase after these begins."""
     last = phases[-1]
     first_step = step_at_cursor(phases, last.first_cursor)
     if length.unit == "steps":

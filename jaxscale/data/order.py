@@ -113,18 +113,28 @@ class Order:
         """The whole global batch that begins at this cursor."""
         return self.examples(cursor + np.arange(phase_at(self.phases, cursor).global_batch))
 
-    @cached_property
+    @property
     def steps(self) -> int | None:
         """Updates until a source's limit ends the data; None: never."""
+        return self._end[0]
+
+    @property
+    def ended_by(self) -> int | None:
+        """The source whose limit ends the data; None: none does."""
+        return self._end[1]
+
+    @cached_property
+    def _end(self) -> tuple[int, int] | tuple[None, None]:
         for phase, following in pairwise((*self.phases, None)):
             assert phase is not None
-            there = self._views[phase.sequence_length].length
-            if there is None:
+            view = self._views[phase.sequence_length]
+            there, source = view.length, view.ended_by
+            if there is None or source is None:
                 continue
             end = phase.first_cursor + max(0, there - self._consumed_before(phase))
             if following is None or end < following.first_cursor:
-                return step_at_cursor(self.phases, end)
-        return None
+                return step_at_cursor(self.phases, end), source
+        return None, None
 
     def place_in_view(self, sequence_length: int, cursor: int) -> int:
         """The place of the next row of a view when the run is at a cursor, skips counted."""
@@ -159,7 +169,7 @@ class _View:
             for phase in order.phases
             if phase.sequence_length == sequence_length
         ]
-        self._stretches, self._end = self._mixtures()
+        self._stretches, self._end, self.ended_by = self._mixtures()
         self._kept = _kept(order.skips, sequence_length)
 
     def examples(self, consumed: np.ndarray) -> Examples:
@@ -207,8 +217,8 @@ class _View:
             rows[chosen] = index
         return rows
 
-    def _mixtures(self) -> tuple[list[Stretch], int | None]:
-        """The stretches of the view, and the place at which its data ends.
+    def _mixtures(self) -> tuple[list[Stretch], int | None, int | None]:
+        """The stretches of the view, the place at which its data ends, and the source that ends it.
 
         One begins where a phase changes the weights, and where a source reaches its limit if the others go on.
         """
@@ -234,9 +244,9 @@ class _View:
                 place, source = min(ends)
                 left = tuple(0 if index == source else draws for index, draws in enumerate(stretch.draws))
                 if not self._order.renormalize or not any(left):
-                    return stretches, place
+                    return stretches, place, source
                 stretches.append(Stretch(place, left, stretch.drawn_before(place)))
-        return stretches, None
+        return stretches, None, None
 
 
 def _merged(skips: tuple[Skip, ...], sequence_length: int) -> Iterator[Skip]:

@@ -28,9 +28,9 @@ def shown_on_stderr(unit: str = "B") -> Iterator[Progress]:
     from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     rate = TextColumn("{task.fields[rate]}")
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TaskProgressColumn(), rate)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TaskProgressColumn(), rate)
     bars = Bars(*columns, TimeRemainingColumn(), console=console, transient=True)
     tasks, begun, told = dict[str, TaskID](), dict[str, tuple[float, int]](), dict[str, float]()
 

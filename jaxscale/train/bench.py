@@ -76,7 +76,7 @@ def bench_text(facts: dict[str, Any]) -> str:
     keys = " ".join(f"data.{name}={best[name]}" for name in ("workers", "read_threads", "read_ahead"))
     lines += ["", keys, "", f"GPUs that this rate feeds, each at {GOOD_MFU:.0%} of its bfloat16 peak:"]
     for kind, count in facts["gpus"].items():
-        lines.append(f"  {kind:<12}{'no bfloat16' if count is None else f'{count:,.0f}':>12}")
+        lines.append(f"  {kind:<12}{_shown(count):>12}")
     return "\n".join(lines)
 
 
@@ -125,6 +125,12 @@ def recommended(measured: dict[Reading, float]) -> Reading:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def _shown(count: float | None) -> str:
+    if count is None:
+        return "no bfloat16"
+    return f"{count:,.0f}" if count >= 1 else "less than 1"
 
 
 def _keys(reading: Reading) -> dict[str, int]:

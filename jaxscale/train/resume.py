@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxscale.config.diff import Change, compare, flatten
 from jaxscale.config.errors import Refused
-from jaxscale.config.phases import Phase, cursor_at_step, phases_of, step_at_cursor
+from jaxscale.config.phases import Phase, cursor_at_step, phases_of
 from jaxscale.config.schema import Config
 from jaxscale.data.mixture import Mixture
 from jaxscale.data.order import Order, Skip
@@ -125,19 +125,7 @@ def phases_from(saved: Checkpoint | None, config: Config) -> tuple[Phase, ...]:
     else:
         past = saved.phases
     cursor = saved.cursor
-    now = [phase for phase in declared if phase.first_cursor <= cursor][-1]
-    later = [phase for phase in declared if phase.first_cursor > cursor]
-    phases = [*(phase for phase in past if phase.first_cursor < cursor), replace(now, first_cursor=cursor)]
-    for phase in later:
-        examples = phase.first_cursor - phases[-1].first_cursor
-        if examples % phases[-1].global_batch:
-            step = step_at_cursor(phases, phase.first_cursor)
-            raise Refused(
-                f"phases: the one that begins after {phase.first_cursor} examples does not begin where an update ends, "
-                f"now that the batch has changed after step {saved.step}; nearest: start = {step} or {step + 1}"
-            )
-        phases.append(phase)
-    return tuple(phases)
+    return phases_of(config, [phase for phase in past if phase.first_cursor < cursor], cursor)
 
 
 def check_skips(saved: Checkpoint, order: Order) -> None:

@@ -64,7 +64,7 @@ def train(config: Config) -> None:
     """
     ledger = Ledger()
     with joined(config) as processes, StopSignal() as stop, ExitStack() as stack:
-        console = Console(quiet=not processes.first, highlight=False, soft_wrap=True)
+        console = Console(quiet=not processes.first, highlight=False, markup=False, soft_wrap=True)
         if processes.first:
             claim_run(config, stack)
         saved = newest(config.run_dir)
@@ -77,8 +77,12 @@ def train(config: Config) -> None:
                 check_skips(saved, order)
         timeline = make_timeline(config, phases, mixture.rows(config.data.sequence_length))
         last = timeline.steps if order.steps is None else min(timeline.steps, order.steps)
+        limited = None if order.ended_by is None else list(mixture.datasets)[order.ended_by]
+        exhausted = tell.exhausted(config, limited, last, timeline.steps) if limited and last < timeline.steps else None
+        if exhausted and (saved.step if saved else 0) >= last:
+            raise DataExhausted(exhausted)
         if saved is not None and saved.step >= last:
-            tell.finished(config, saved.step, timeline.steps, last, changes, console)
+            tell.finished(config, saved.step, last, changes, console)
             return
         run = build(config, jax.devices(), timeline, mixture.first.mask_id)
 
@@ -91,7 +95,7 @@ def train(config: Config) -> None:
             stack.callback(ledger.close)
             replace_file(config.run_dir / "config.toml", to_toml(config).encode())
         first = saved.step if saved else 0
-        tell.introduction(run, mixture, processes, first, last, changes, console)
+        tell.introduction(run, mixture, processes, first, changes, exhausted, console)
 
         with ledger.phase("compile"):
             steps = compile_steps(run, evaluates=bool(validation), initializes=saved is None, first=first)
@@ -132,9 +136,9 @@ def train(config: Config) -> None:
             sink.close()
         if processes.first:
             with ledger.phase("report"):
-                tell.conclusion(config, mixture, validation, completion, console)
-        if last < timeline.steps:
-            raise DataExhausted(tell.exhausted(config, last, timeline.steps))
+                tell.conclusion(config, mixture, validation, completion, exhausted, console)
+        if exhausted:
+            raise DataExhausted(exhausted)
 
 
 def evaluate(config: Config) -> dict[str, dict[str, Any]]:

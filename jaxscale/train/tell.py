@@ -12,7 +12,7 @@ from rich.table import Table
 
 from jaxscale.cluster.distributed import Processes
 from jaxscale.config.diff import Change
-from jaxscale.config.errors import DataExhausted, Refused
+from jaxscale.config.errors import Refused
 from jaxscale.config.length import train_length
 from jaxscale.config.phases import Phase, step_at_cursor, tokens_at_step
 from jaxscale.config.schema import Config
@@ -30,8 +30,8 @@ def introduction(
     mixture: Mixture,
     processes: Processes,
     first: int,
-    last: int,
     changes: Sequence[Change],
+    exhausted: str | None,
     console: Console,
 ) -> None:
     """Where the run is, what it trains on what, and what changed since its checkpoint."""
@@ -51,8 +51,8 @@ def introduction(
     if len(phases) > 1 or len(mixture.datasets) > 1:
         for phase in phases:
             console.print(f"phase       {_phase(config, phase, step_at_cursor(phases, phase.first_cursor))}")
-    if last < steps:
-        console.print(f"data end    a source has its max_epochs after step {last:,}: the run ends there (exit code 4)")
+    if exhausted:
+        console.print(f"data end    {exhausted}")
     if processes.count > 1:
         table = Table("process", "host", "devices", box=None)
         for index, member in enumerate(processes.members):
@@ -64,15 +64,8 @@ def introduction(
         console.print(f"changed     {change.key}: {change.old} -> {change.new}")
 
 
-def finished(config: Config, done: int, steps: int, last: int, changes: Sequence[Change], console: Console) -> None:
-    """Nothing is left to do.
-
-    Raises:
-        Refused: the run is longer than the config asks for.
-        DataExhausted: the data ends before it is as long.
-    """
-    if done == last < steps:
-        raise DataExhausted(exhausted(config, last, steps))
+def finished(config: Config, done: int, steps: int, changes: Sequence[Change], console: Console) -> None:
+    """Nothing is left to do. Raises Refused if the run is longer than the config asks for."""
     if done > steps:
         raise Refused(
             f"{config.run_dir} is trained to step {done:,}, the config asks for {steps:,} updates; "
@@ -100,11 +93,13 @@ def advice_on_waiting(config: Config) -> str:
     )
 
 
-def exhausted(config: Config, last: int, steps: int) -> str:
-    """That the data has ended before the run."""
+def exhausted(config: Config, source: str, last: int, steps: int) -> str:
+    """That the data ends before the run, and what to do."""
+    limit = config.data.sources[source].max_epochs
     return (
-        f"{config.run_dir}: a source has had its max_epochs after step {last:,} of {steps:,}; the checkpoint is "
-        'complete. More max_epochs, or data.when_exhausted = "renormalize", goes on'
+        f"{source} has had its max_epochs = {limit:g} after step {last:,} of {steps:,}, and the data ends there (exit "
+        "code 4). To go on: a larger one or data.when_exhausted=renormalize, with data.accept_change=true if the run "
+        "has begun"
     )
 
 
@@ -113,6 +108,7 @@ def conclusion(
     mixture: Mixture,
     validation: Mapping[str, Mixture],
     completion: str | None,
+    exhausted: str | None,
     console: Console,
 ) -> None:
     """The result, where everything is, and what to try next."""
@@ -137,7 +133,8 @@ def conclusion(
     console.print(f"\nreport      {_relative(report)} and {shown / 'loss.png'}")
     console.print(f"checkpoints {shown / 'checkpoints'}")
     console.print("\nWhat to try next:", style="bold")
-    console.print(f"  go on            the same command with train.steps={2 * lines[-1]['step']}")
+    if exhausted is None:
+        console.print(f"  go on            the same command with train.steps={2 * lines[-1]['step']}")
     if config.model.causal:
         console.print(f"  complete a text  jaxscale generate {shown} 'import '")
     console.print(f"  evaluate         jaxscale eval {shown}")

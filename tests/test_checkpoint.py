@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxscale.config.errors import Refused
 from jaxscale.runtime.checkpoint import complete_steps, read_metadata
 from tests.processes import run_together, start
 
@@ -105,6 +107,15 @@ def test_readable_without_devices(tmp_path: Path) -> None:
     run(SAVE, str(tmp_path), "2")
     assert complete_steps(tmp_path) == [7]
     assert read_metadata(tmp_path, 7) == {"learning_rate": 0.1, "name": "x"}
+
+
+def test_a_damaged_checkpoint_names_the_one_before(tmp_path: Path) -> None:
+    run(SAVE, str(tmp_path), "1")
+    shutil.copytree(tmp_path / "7", tmp_path / "5")
+    (tmp_path / "7" / "metadata" / "metadata").write_text("{")
+    with pytest.raises(Refused, match=r"7: damaged checkpoint \(.*\); to go on from step 5, remove that folder"):
+        read_metadata(tmp_path, 7)
+    assert read_metadata(tmp_path, 5) == {"learning_rate": 0.1, "name": "x"}
 
 
 def test_donating_the_state_does_not_disturb_a_save(tmp_path: Path) -> None:

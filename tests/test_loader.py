@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from jaxscale.config.errors import Refused
+from jaxscale.config.errors import Fault, Refused
 from jaxscale.config.phases import Phase
 from jaxscale.data.describe import inspect, inspect_text, show_rows, show_text
 from jaxscale.data.loader import Reading, batch_at, batch_digest, batches, row_digests
@@ -65,6 +65,17 @@ def test_an_error_while_reading_is_raised_where_the_batch_is_needed(mixture: Mix
     assert [next(feed).step for _ in range(3)] == [0, 1, 2]
     with pytest.raises(OSError, match="the disk is gone"):
         next(feed)
+
+
+def test_an_id_beyond_the_vocabulary_stops_the_run_and_is_named(mixture: Mixture) -> None:
+    """A damaged shard of the right size: found when the row is read, not trained on."""
+    tokens = np.load(mixture.first.folder / "tokens-00000.npy", mmap_mode="r+")
+    tokens[20] = 65535
+    tokens.flush()
+    order = order_of(mixture, shuffle=False)
+    with pytest.raises(Fault, match="dataset: row 1 holds id 65535, beyond the vocabulary of 259"):
+        batch_at(mixture, order, 0, np.arange(BATCH))
+    assert batch_at(mixture, order, 0, np.array([0, 2])).lengths.tolist() == [SEQUENCE, SEQUENCE]
 
 
 def test_threads_end_with_the_iterator(mixture: Mixture) -> None:

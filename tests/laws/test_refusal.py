@@ -146,6 +146,7 @@ CASES = {
         "model.head_dim=7", "model.head_dim = 7: rotary positions need an even head width", "6 or 8"
     ),
     "no table": wrong("model.positions=learned", "model.max_positions", "at least 64"),
+    "nothing to predict": wrong("data.sequence_length=1", "there is nothing to predict; at least 2"),
     "short table": wrong("model.max_positions=32", "at least data.sequence_length = 64", also=LEARNED[:1]),
     "table with rope": wrong("model.max_positions=64", 'is for positions = "learned"'),
     "rope with a table": wrong("model.rope.theta=5e5", "model.rope: is for positions", also=LEARNED),

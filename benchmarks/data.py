@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks.feed_contestants import CONTESTANTS, Contestant
 from benchmarks.feed_data import BATCH, BATCH_TOKENS, SEQUENCE, complaint, flat_rows, make_data, row_sums
-from benchmarks.step import answer
+from benchmarks.step import answer, turns
 
 QUIET_SECONDS = 0.1
 """Pause between turns."""
@@ -117,11 +117,8 @@ def race(
             python = peers_python if contestant.peer else sys.executable
             racers.append(stack.enter_context(racer(name, folder, python)))
             check(racers[-1], known)
-        for number in range(repeats):
-            first = number % len(racers)  # nobody always follows the same neighbour's mess
-            for each in racers[first:] + racers[:first]:
-                time.sleep(QUIET_SECONDS)
-                each.turn(seconds)
+        for each in turns(racers, repeats, QUIET_SECONDS):
+            each.turn(seconds)
     return racers
 
 

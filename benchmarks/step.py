@@ -26,9 +26,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.workload import PRESETS, Preset
+
+Someone = TypeVar("Someone")
 
 SAME_LOSS = 1e-4
 """Largest relative difference of two contestants' losses."""
@@ -111,6 +113,15 @@ def racer(contestant: Contestant, preset: str, python: str) -> Iterator[Racer]:
         process.wait()
 
 
+def turns(racers: Sequence[Someone], rounds: int, pause: float) -> Iterator[Someone]:
+    """Each racer once in every round, after a pause (seconds); nobody always follows the same neighbour's mess."""
+    for number in range(rounds):
+        first = number % len(racers)
+        for each in [*racers[first:], *racers[:first]]:
+            time.sleep(pause)
+            yield each
+
+
 def race(preset: str, repeats: int, torch_python: str | None) -> list[Racer]:
     """All contestants that can run here, with their times in every round."""
     steps = PRESETS[preset].steps
@@ -121,11 +132,8 @@ def race(preset: str, repeats: int, torch_python: str | None) -> list[Racer]:
             if python is not None:
                 racers.append(stack.enter_context(racer(contestant, preset, python)))
                 check_losses(racers[0], racers[-1])
-        for number in range(repeats):
-            first = number % len(racers)  # nobody always follows the same neighbour's mess
-            for each in racers[first:] + racers[:first]:
-                time.sleep(QUIET_SECONDS)
-                each.turn(steps)
+        for each in turns(racers, repeats, QUIET_SECONDS):
+            each.turn(steps)
     return racers
 
 

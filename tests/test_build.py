@@ -105,7 +105,6 @@ def test_the_number_of_workers_changes_no_byte(corpus: Path, undisturbed: Path, 
 
 
 def test_datatroves_own_executor_runs_the_same_tasks(corpus: Path, undisturbed: Path, tmp_path: Path) -> None:
-    pytest.importorskip("datatrove")
     from datatrove.executor import LocalPipelineExecutor
 
     from jaxscale.data.build.cluster import BuildStep

@@ -14,8 +14,6 @@ from jaxscale.data.build.prepare import build, prepare_tokenizer
 from tests.test_build import texts
 from tests.test_prepare import config, contents, jsonl
 
-pytest.importorskip("datatrove")
-
 # Submitted arrays are written down; `run_arrays` is the scheduler.
 SBATCH = """#!/bin/sh
 for last; do :; done

@@ -55,8 +55,7 @@ def heads(config: Config) -> Mistakes:
 def positions(config: Config) -> Mistakes:
     """A table of learned positions is long enough; settings of the other kind of positions are not silently ignored."""
     model = config.model
-    lengths = {"data": config.data.sequence_length}
-    lengths |= {f"phases.{number}": phase.sequence_length or 0 for number, phase in enumerate(config.phases)}
+    lengths = _sequence_lengths(config)
     longest = max(lengths, key=lambda place: lengths[place])
     length = lengths[longest]
     if model.positions == "learned":
@@ -118,11 +117,15 @@ def attention(config: Config) -> Mistakes:
 def sequence(config: Config) -> Mistakes:
     """A row of one token has nothing to predict."""
     if config.objective.kind == "causal":
-        lengths = {"data": config.data.sequence_length}
-        lengths |= {f"phases.{n}": p.sequence_length for n, p in enumerate(config.phases) if p.sequence_length}
-        for place, length in lengths.items():
+        for place, length in _sequence_lengths(config).items():
             if length < 2:
                 yield WrongValue(f"{place}.sequence_length", length, "there is nothing to predict; at least 2")
+
+
+def _sequence_lengths(config: Config) -> dict[str, int]:
+    """The sequence lengths of the run, by the sections that set them."""
+    changes = {f"phases.{n}": phase.sequence_length for n, phase in enumerate(config.phases) if phase.sequence_length}
+    return {"data": config.data.sequence_length, **changes}
 
 
 def run_length(config: Config) -> Mistakes:
@@ -182,7 +185,7 @@ def passes(config: Config) -> Mistakes:
 
 def skips(config: Config) -> Mistakes:
     """Ranges to skip are not empty, and of a length that the run has."""
-    lengths = {config.data.sequence_length, *(p.sequence_length for p in config.phases if p.sequence_length)}
+    lengths = set(_sequence_lengths(config).values())
     for number, skip in enumerate(config.data.skip):
         if skip.end <= skip.first:
             yield WrongValue(f"data.skip.{number}.end", skip.end, f"must be above first = {skip.first}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -16,6 +18,26 @@ Progress = Callable[[str, int, int], None]
 
 def silent(what: str, done: int, total: int) -> None:
     """Progress that nobody watches."""
+
+
+class Counter:
+    """Bytes that several threads have done together, passed on to a progress."""
+
+    def __init__(self, progress: Progress, what: str, total: int) -> None:
+        self._progress, self._what, self._total = progress, what, total
+        self._done, self._lock, self._ended = 0, threading.Lock(), threading.Event()
+
+    def advance(self, count: int) -> None:
+        """So many more; raises CancelledError once the work has ended, so that who still works on it ends too."""
+        if self._ended.is_set():
+            raise CancelledError
+        with self._lock:
+            self._done += count
+            self._progress(self._what, self._done, self._total)
+
+    def end(self) -> None:
+        """The work has ended, well or not."""
+        self._ended.set()
 
 
 @contextmanager

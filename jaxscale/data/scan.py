@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TypeVar
 
 import numpy as np
 
-from jaxscale.data.progress import Progress, silent
+from jaxscale.data.progress import Counter, Progress, silent
 
 BLOCK = 2**22
 """Bytes of tokens read at a time, by each thread."""
@@ -66,22 +65,12 @@ def in_parallel(
     `work` reports the bytes it has read to `advance`, which also ends it where the work on another item has failed.
     The error that is raised is that of the first item that failed.
     """
-    lock, ended = threading.Lock(), threading.Event()
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        if ended.is_set():
-            raise CancelledError
-        with lock:
-            done += count
-            progress(what, done, total)
-
+    counter = Counter(progress, what, total)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         try:
-            return list(pool.map(lambda item: work(item, advance), items))
+            return list(pool.map(lambda item: work(item, counter.advance), items))
         finally:
-            ended.set()
+            counter.end()
 
 
 class EndsWriter:

@@ -13,10 +13,9 @@ import hashlib
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -30,7 +29,7 @@ from rich.filesize import decimal
 from jaxscale.config.errors import Fault, Refused
 from jaxscale.data.files import claim
 from jaxscale.data.manifest import MANIFEST, Shard
-from jaxscale.data.progress import Progress, silent
+from jaxscale.data.progress import Counter, Progress, silent
 from jaxscale.data.relay import ALONE, Above, Tree, served
 from jaxscale.data.store import TokenDataset
 
@@ -213,24 +212,14 @@ def _make_room(copy: Path, files: Sequence[File], missing: Sequence[File], limit
 
 def _copy_all(files: Sequence[File], folder: Path, streams: int, above: Above, what: str, progress: Progress) -> None:
     """Copy files, so many at a time; if one fails, the others end too."""
-    total, done = sum(file.size for file in files), 0
-    counting, broken = threading.Lock(), threading.Event()
-
-    def advance(count: int) -> None:
-        nonlocal done
-        if broken.is_set():
-            raise CancelledError
-        with counting:
-            done += count
-            progress(what, done, total)
-
+    counter = Counter(progress, what, sum(file.size for file in files))
     with ThreadPoolExecutor(streams) as pool:
-        copies = [pool.submit(_copy_file, file, folder / file.name, above, advance) for file in files]
+        copies = [pool.submit(_copy_file, file, folder / file.name, above, counter.advance) for file in files]
         try:
             for copied in as_completed(copies):
                 copied.result()
         finally:
-            broken.set()
+            counter.end()
             pool.shutdown(cancel_futures=True)
 
 

@@ -16,6 +16,7 @@ import pytest
 from benchmarks.data import check, missing, print_summary, race, racer, summary
 from benchmarks.feed_contestants import CONTESTANTS
 from benchmarks.feed_data import BATCH, SEQUENCE, complaint, describe, flat_rows, make_data, row_sums
+from jaxscale.data.packing import EndToEnd
 from jaxscale.data.store import TokenDataset
 from tests.tiny import repository
 
@@ -33,7 +34,8 @@ def test_all_formats_hold_the_same_tokens(folder: Path) -> None:
     datasets = [TokenDataset.open(folder / "sources" / str(number)) for number in range(3)]
     for dataset in datasets:
         dataset.verify()
-    own = np.concatenate([dataset.gather(np.arange(dataset.rows(SEQUENCE)), SEQUENCE).tokens for dataset in datasets])
+    views = [EndToEnd(dataset, SEQUENCE) for dataset in datasets]
+    own = np.concatenate([view.gather(np.arange(view.rows)).tokens for view in views])
     assert np.array_equal(own, flat_rows(folder))
     tokens, documents = (sum(getattr(dataset, name) for dataset in datasets) for name in ("tokens", "documents"))
     assert 0.98 * TOKENS < tokens <= TOKENS and 600 < tokens / documents < 1000

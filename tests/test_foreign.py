@@ -15,6 +15,7 @@ from jaxscale.config.errors import Refused
 from jaxscale.data import scan
 from jaxscale.data.formats import recognise
 from jaxscale.data.manifest import Shard, manifest_text
+from jaxscale.data.packing import EndToEnd
 from jaxscale.data.store import TokenDataset
 from jaxscale.data.tokenizer import ByteTokenizer, load_tokenizer
 from jaxscale.data.writer import DatasetWriter
@@ -60,7 +61,8 @@ def tokenizer(tmp_path: Path) -> Callable[[int], str]:
 
 def documents_of(dataset: TokenDataset, length: int = 7) -> list[list[int]]:
     """All documents, put together from rows."""
-    tokens, starts, lengths = dataset.gather(np.arange(dataset.rows(length)), length)
+    view = EndToEnd(dataset, length)
+    tokens, starts, lengths = view.gather(np.arange(view.rows))
     real = np.arange(length) < lengths[:, None]
     begins = np.flatnonzero(starts[real])
     assert begins[0] == 0
@@ -114,7 +116,7 @@ def test_every_format_is_read_in_place(
     assert (dataset.dtype, dataset.text_bytes, dataset.path) == (dtype, None, path)
     assert dataset.built["format"] == kind and dataset.built["largest_id"] == max(map(max, documents))
     assert dataset.tokenizer().fingerprint == load_tokenizer(words).fingerprint
-    assert dataset.documents_in_row(0, 4)[1][0] == 1
+    assert EndToEnd(dataset, 4).documents_in_row(0)[1][0] == 1
     dataset.verify()
     assert state(data) == before
 
@@ -351,8 +353,9 @@ def test_indices_beyond_two_to_the_forty(tmp_path: Path, data: Path) -> None:
     shard = Shard(str(data / "m.bin"), tokens, 2 * tokens, "", "documents.npy", 3, size, "")
     (tmp_path / "dataset.json").write_text(manifest_text(ByteTokenizer(), "uint16", [shard], None, {}))
     dataset = TokenDataset.open(tmp_path)
-    rows = np.array([dataset.rows(64) - 1, ends[1] // 64, ends[0] // 64, 2**31 + 5])
-    found = dataset.gather(rows, 64)
+    view = EndToEnd(dataset, 64)
+    rows = np.array([view.rows - 1, ends[1] // 64, ends[0] // 64, 2**31 + 5])
+    found = view.gather(rows)
     assert found.tokens[0, tokens % 64 - 4 : tokens % 64].tolist() == [0, 7, 8, 9]
     assert [np.flatnonzero(starts).tolist() for starts in found.starts[1:]] == [[ends[1] % 64], [ends[0] % 64], []]
-    assert dataset.documents_in_row(int(rows[1]), 64)[1][0] == 2
+    assert view.documents_in_row(int(rows[1]))[1][0] == 2

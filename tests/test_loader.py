@@ -7,8 +7,10 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import product
 from pathlib import Path
 
+import jax
 import numpy as np
 import psutil
 import pytest
@@ -16,9 +18,11 @@ import pytest
 from jaxscale.config.errors import Fault, Refused
 from jaxscale.config.phases import Phase
 from jaxscale.data.describe import inspect, inspect_text, show_rows, show_text
-from jaxscale.data.loader import Reading, batch_at, batch_digest, batches, row_digests
+from jaxscale.data.feed import to_devices
+from jaxscale.data.loader import HostBatch, Reading, batch_at, batch_digest, batches, row_digests
 from jaxscale.data.mixture import Mixture
 from jaxscale.data.order import Examples, Order, Source
+from jaxscale.data.packing import EndToEnd
 from jaxscale.data.store import TokenDataset
 from jaxscale.data.tokenizer import ByteTokenizer
 from jaxscale.data.writer import DatasetWriter
@@ -38,7 +42,7 @@ def mixture(tmp_path: Path) -> Mixture:
 
 def order_of(mixture: Mixture, shuffle: bool = True) -> Order:
     dataset = mixture.first
-    source = Source(dataset.fingerprint, {SEQUENCE: dataset.rows(SEQUENCE)})
+    source = Source(dataset.fingerprint, {SEQUENCE: EndToEnd(dataset, SEQUENCE).rows})
     return Order(0, (source,), (Phase(0, BATCH, SEQUENCE),), shuffle=shuffle)
 
 
@@ -50,6 +54,18 @@ def test_batches_are_those_of_batch_at_and_end(mixture: Mixture) -> None:
         for one, other in zip(batch, batch_at(mixture, order, batch.step, rows), strict=True):
             assert np.array_equal(one, other)
     assert not list(batches(mixture, order, 9, 9, lambda step: rows, Reading(threads=2, ahead=4)))
+
+
+def test_ids_reach_the_device_in_the_width_that_the_step_declares() -> None:
+    """Ids stored as uint32 fit uint16 where the vocabulary does, and the other way round nothing is lost."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    ids = np.array([[0, 7, 65_535], [3, 2, 1]])
+    starts, lengths = np.ones(ids.shape, bool), np.array([3, 3], np.int32)
+    for stored, declared in product((np.uint16, np.uint32), (np.uint16, np.int32)):
+        batch = HostBatch(0, 0, np.arange(2), ids.astype(stored), starts, lengths)
+        shape = jax.ShapeDtypeStruct((1, *ids.shape), declared, sharding=sharding)
+        sent = to_devices(batch, {"tokens": shape})["tokens"]
+        assert sent.dtype == declared and sent[0].tolist() == ids.tolist()
 
 
 def test_an_error_while_reading_is_raised_where_the_batch_is_needed(mixture: Mixture) -> None:
@@ -99,9 +115,10 @@ from jaxscale.data.loader import Reading, batches
 from jaxscale.config.phases import Phase
 from jaxscale.data.mixture import Mixture
 from jaxscale.data.order import Order, Source
+from jaxscale.data.packing import EndToEnd
 from jaxscale.data.store import TokenDataset
 dataset = TokenDataset.open(Path({str(mixture.first.folder)!r}))
-order = Order(0, (Source("f", {{16: dataset.rows(16)}}),), (Phase(0, 4, 16),))
+order = Order(0, (Source("f", {{16: EndToEnd(dataset, 16).rows}}),), (Phase(0, 4, 16),))
 mixture = Mixture({{"train": dataset}}, "end_to_end")
 feed = batches(mixture, order, 0, 10**6, lambda step: np.arange(4), Reading(threads=4, ahead=8))
 print(next(feed).step)

@@ -26,7 +26,7 @@ def random_batch(seed: int) -> dict[str, np.ndarray]:
     starts[::2, 0] = real[::2, 0]
     starts[2, 1:] = False  # one document that fills its row
     tokens = np.where(real, random.integers(0, 250, (ROWS, SEQUENCE)), 0)
-    return {"tokens": tokens.astype(np.int32), "starts": starts, "lengths": lengths.astype(np.int32)}
+    return {"tokens": tokens.astype(np.uint16), "starts": starts, "lengths": lengths.astype(np.int32)}
 
 
 def as_microsteps(batch: dict[str, np.ndarray], microsteps: int) -> dict[str, jax.Array]:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from jaxscale.config.errors import Fault, Refused
 from jaxscale.data import packing_plan
 from jaxscale.data.best_fit import Places, best_fit_decreasing
-from jaxscale.data.packing import Planned, View, open_view
-from jaxscale.data.store import PADDING_ROW, DocumentSpan, TokenDataset
+from jaxscale.data.packing import PADDING_ROW, DocumentSpan, Planned, View, gather, open_view
+from jaxscale.data.store import TokenDataset
 from tests.disks import small_disk
 from tests.processes import start
 from tests.test_store import random_documents, write
@@ -31,6 +31,23 @@ PACKINGS = ("end_to_end", *PLANNED)
 def numbered(sizes: Sequence[int]) -> list[np.ndarray]:
     """Documents of these sizes whose tokens are 1, 2, 3 and so on through all of them."""
     return np.split(np.arange(1, sum(sizes) + 1), np.cumsum(sizes)[:-1])
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_rows_of_sources_whose_ids_are_stored_in_different_widths(packing: str, tmp_path: Path) -> None:
+    """Each row is what its own source gives, and wide ids stay whole beside narrow ones; padding rows between them."""
+    sizes = [5, 17, 1, 30, 8, 8, 3]
+    narrow = open_view(write(tmp_path / "narrow", numbered(sizes), 40, vocabulary=2000), 8, packing)
+    wide = write(tmp_path / "wide", [ids + 100_000 for ids in numbered(sizes[::-1])], 40, vocabulary=200_000)
+    views = {0: narrow, 3: open_view(wide, 8, packing)}
+    sources = np.array([3, 0, 3, 3, 0, 0, 3])
+    rows = np.array([1, 2, 0, 1, PADDING_ROW, 0, PADDING_ROW])
+    found = gather(views, sources, rows, 8)
+    assert found.tokens.dtype == np.uint32 and found.tokens.max() > 100_000
+    for number, (source, row) in enumerate(zip(sources, rows, strict=True)):
+        alone = views[int(source)].gather(np.array([row]))
+        for together, single in zip(found, alone, strict=True):
+            assert np.array_equal(together[number], single[0])
 
 
 def plan_folder(dataset: TokenDataset) -> Path:
@@ -70,7 +87,7 @@ def test_every_token_once_and_nothing_cut_that_fits(
         view = open_view(dataset, length, packing)
         found = view.gather(np.append(np.arange(view.rows), PADDING_ROW))
         spans = [view.documents_in_row(row) for row in range(view.rows)]
-    assert [array.dtype for array in found] == [np.int32, np.bool_, np.int32]
+    assert [array.dtype for array in found] == [np.uint16, np.bool_, np.int32]
     assert found.lengths[-1] == 0 and (found.lengths[:-1] > 0).all() and not found.starts[-1].any()
     real = np.arange(length) < found.lengths[:, None]
     assert not found.tokens[~real].any() and not found.starts[~real].any()

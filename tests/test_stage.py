@@ -17,7 +17,7 @@ import pytest
 from jaxscale.cli import main
 from jaxscale.config.errors import Fault, Refused
 from jaxscale.data import stage as staging
-from jaxscale.data.packing import open_view
+from jaxscale.data.packing import EndToEnd, open_view
 from jaxscale.data.stage import stage
 from jaxscale.data.store import TokenDataset
 from tests.disks import small_disk
@@ -127,7 +127,7 @@ def test_token_files_of_other_programs(tmp_path: Path, monkeypatch: pytest.Monke
     copy = TokenDataset.open(folder)
     copy.verify()
     assert copy.fingerprint == expected.fingerprint and copy.documents == 30
-    assert np.array_equal(copy.gather(np.array([0]), 3000).tokens[0], ids)
+    assert np.array_equal(EndToEnd(copy, 3000).gather(np.array([0])).tokens[0], ids)
 
 
 def test_corrupted_source(tmp_path: Path) -> None:

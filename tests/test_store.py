@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from jaxscale.config.errors import Refused
-from jaxscale.data.store import PADDING_ROW, DocumentSpan, TokenDataset
+from jaxscale.data.packing import PADDING_ROW, DocumentSpan, EndToEnd
+from jaxscale.data.store import TokenDataset
 from jaxscale.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxscale.data.writer import DatasetWriter
 from tests.sparse import sparse_dataset
@@ -60,10 +61,11 @@ def test_rows_are_the_documents_laid_end_to_end(tmp_path: Path, shard_tokens: in
     begins = np.zeros(len(flat), bool)
     begins[np.cumsum([0, *LENGTHS[:-1]])] = True
     rows = -(-len(flat) // sequence_length)
-    assert dataset.rows(sequence_length) == rows and dataset.tokens == len(flat) == dataset.text_bytes
+    view = EndToEnd(dataset, sequence_length)
+    assert view.rows == rows and dataset.tokens == len(flat) == dataset.text_bytes
     order = np.random.default_rng(1).permutation([*range(rows), *range(rows), PADDING_ROW])
-    found = dataset.gather(order, sequence_length)
-    assert (found.tokens.dtype, found.starts.dtype, found.lengths.dtype) == (np.int32, np.bool_, np.int32)
+    found = view.gather(order)
+    assert (found.tokens.dtype, found.starts.dtype, found.lengths.dtype) == (np.uint16, np.bool_, np.int32)
     for row, tokens, starts, length in zip(order, *found, strict=True):
         part = slice(row * sequence_length, (row + 1) * sequence_length) if row != PADDING_ROW else slice(0)
         padding = [0] * (sequence_length - len(flat[part]))
@@ -80,21 +82,22 @@ def test_a_document_never_spans_shards_and_the_cut_into_shards_does_not_show(tmp
         ends = np.load(many.folder / shard.documents_file)
         assert ends.dtype == np.uint64 and ends[-1] == len(np.load(many.folder / shard.tokens_file))
         assert shard.tokens <= 30 or shard.documents == 1
-    rows = np.arange(one.rows(8))
-    for a, b in zip(one.gather(rows, 8), many.gather(rows, 8), strict=True):
+    rows = np.arange(EndToEnd(one, 8).rows)
+    for a, b in zip(EndToEnd(one, 8).gather(rows), EndToEnd(many, 8).gather(rows), strict=True):
         assert np.array_equal(a, b)
     many.verify()
 
 
 def test_documents_in_row(tmp_path: Path) -> None:
     dataset = write(tmp_path / "d", random_documents([5, 1, 16, 3]), 10)
-    assert dataset.documents_in_row(0, 8) == [
+    view = EndToEnd(dataset, 8)
+    assert view.documents_in_row(0) == [
         DocumentSpan(0, 0, 4, 5),
         DocumentSpan(1, 0, 0, 1),
         DocumentSpan(2, 0, 1, 16),
     ]
-    assert dataset.documents_in_row(1, 8) == [DocumentSpan(2, 2, 9, 16)]
-    assert dataset.documents_in_row(3, 8) == [DocumentSpan(3, 2, 2, 3)]
+    assert view.documents_in_row(1) == [DocumentSpan(2, 2, 9, 16)]
+    assert view.documents_in_row(3) == [DocumentSpan(3, 2, 2, 3)]
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(65_536, "uint16"), (65_537, "uint32"), (200_000, "uint32")])
@@ -103,9 +106,10 @@ def test_ids_beyond_sixteen_bits_and_long_documents(tmp_path: Path, vocabulary: 
     long = np.arange(70_000) % vocabulary
     dataset = write(tmp_path / "d", [ids, long], 2**28, vocabulary)
     assert dataset.dtype == dtype == np.load(tmp_path / "d" / "tokens-00000.npy").dtype.name
-    assert dataset.gather(np.array([0]), 5).tokens[0].tolist() == ids.tolist()
+    assert EndToEnd(dataset, 5).gather(np.array([0])).tokens[0].tolist() == ids.tolist()
     assert np.load(tmp_path / "d" / "documents-00000.npy").tolist() == [5, 70_005]
-    assert dataset.gather(np.arange(dataset.rows(7)), 7).tokens.ravel()[5:70_005].tolist() == long.tolist()
+    view = EndToEnd(dataset, 7)
+    assert view.gather(np.arange(view.rows)).tokens.ravel()[5:70_005].tolist() == long.tolist()
     with pytest.raises(Refused, match=f"ids from 1 to {vocabulary}; the vocabulary has ids from 0 to {vocabulary - 1}"):
         write(tmp_path / "bad", [np.array([1, vocabulary])], 10, vocabulary)
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
@@ -115,8 +119,8 @@ def test_rows_that_do_not_exist(tmp_path: Path) -> None:
     dataset = write(tmp_path / "d", random_documents([10]), 10)
     for row in (-2, 2):
         with pytest.raises(IndexError, match="there are 2"):
-            dataset.gather(np.array([row]), 8)
-    assert dataset.gather(np.array([], np.int64), 8).tokens.shape == (0, 8)
+            EndToEnd(dataset, 8).gather(np.array([row]))
+    assert EndToEnd(dataset, 8).gather(np.array([], np.int64)).tokens.shape == (0, 8)
 
 
 def change(path: Path, content: bytes) -> None:
@@ -222,13 +226,13 @@ def test_indices_beyond_two_to_the_forty(tmp_path: Path) -> None:
     with open(dataset.folder / "tokens-00000.npy", "r+b") as file:
         file.seek(-6, 2)
         file.write(np.array([7, 8, 9], "<u2").tobytes())
-    rows = dataset.rows(64)
-    assert rows == 2**34 + 2
-    found = dataset.gather(np.array([rows - 1, (2**31 + 5) // 64]), 64)
+    view = EndToEnd(dataset, 64)
+    assert view.rows == 2**34 + 2
+    found = view.gather(np.array([view.rows - 1, (2**31 + 5) // 64]))
     assert found.lengths.tolist() == [36, 64]
     assert found.tokens[0, 32:37].tolist() == [0, 7, 8, 9, 0]
     assert np.flatnonzero(found.starts[0]).tolist() == [] and np.flatnonzero(found.starts[1]).tolist() == [5]
-    assert dataset.documents_in_row((2**31 + 5) // 64, 64)[1] == DocumentSpan(1, 0, 58, 2**31 + 5)
+    assert view.documents_in_row((2**31 + 5) // 64)[1] == DocumentSpan(1, 0, 58, 2**31 + 5)
 
 
 FIRST_BATCH = """
@@ -236,13 +240,15 @@ import sys, time, resource
 from pathlib import Path
 from jaxscale.config.phases import Phase
 from jaxscale.data.order import Order, Source
+from jaxscale.data.packing import EndToEnd
 from jaxscale.data.store import TokenDataset
 
 begun = time.perf_counter()
 dataset = TokenDataset.open(Path(sys.argv[1]))
-source = Source(dataset.fingerprint, {2048: dataset.rows(2048)})
+view = EndToEnd(dataset, 2048)
+source = Source(dataset.fingerprint, {2048: view.rows})
 rows = Order(0, (source,), (Phase(0, 64, 2048),)).batch(int(sys.argv[2])).rows
-assert dataset.gather(rows, 2048).lengths.tolist() == [2048] * 64
+assert view.gather(rows).lengths.tolist() == [2048] * 64
 print(time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 

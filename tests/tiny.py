@@ -75,7 +75,7 @@ def host_batch(run: Run, step: int = 0) -> dict[str, np.ndarray]:
     lengths[rows // 2] = length // 3
     lengths[-1] = 0
     real = np.arange(length) < lengths[:, None]
-    tokens = np.where(real, random.integers(0, vocabulary, (rows, length)), 0).astype(np.int32)
+    tokens = np.where(real, random.integers(0, vocabulary, (rows, length)), 0).astype(np.uint16)
     starts = (random.random((rows, length)) < 0.05) & real
     return {"tokens": tokens, "starts": starts, "lengths": lengths}
 

@@ -107,7 +107,7 @@ def to_devices(batch: HostBatch, shapes: Shapes) -> dict[str, jax.Array]:
     own = batch.rows[: len(batch.rows) // microsteps]  # of microstep 0: there, numbers of rows are places of rows
 
     def send(name: str, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        local = getattr(batch, name)
+        local = getattr(batch, name).astype(shape.dtype, copy=False)
         local = local.reshape(microsteps, len(own), *local.shape[1:])
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:

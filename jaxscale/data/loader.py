@@ -23,7 +23,7 @@ from jaxscale.config.errors import Fault
 from jaxscale.config.phases import cursor_at_step, phase_at
 from jaxscale.data.mixture import Mixture
 from jaxscale.data.order import Examples, Order, Spread
-from jaxscale.data.store import Rows
+from jaxscale.data.packing import Rows
 
 if TYPE_CHECKING:
     from grain import DatasetIterator
@@ -39,7 +39,7 @@ class HostBatch(NamedTuple):
     rows: np.ndarray
     """`[rows] int64`: which rows of the global batch these are."""
     tokens: np.ndarray
-    """`[rows, sequence] int32`: stored ids, 0 where padded."""
+    """`[rows, sequence] uint16 or uint32`: ids as wide as they are stored, 0 where padded."""
     starts: np.ndarray
     """`[rows, sequence] bool`: True where a document begins."""
     lengths: np.ndarray
@@ -57,7 +57,7 @@ class Reading(NamedTuple):
     """Most batches that wait."""
 
 
-BLOCK_TOKENS, BLOCK_BATCHES = 2**20, 16
+BLOCK_TOKENS, BLOCK_BATCHES = 2**22, 32
 """Small batches are gathered several at once, up to about so many tokens and batches: most of the cost of gathering a
 small one does not depend on its size."""
 

@@ -15,9 +15,9 @@ from jaxscale.config.phases import Phase
 from jaxscale.config.schema import Config
 from jaxscale.data.interleave import draws_of
 from jaxscale.data.order import Examples, Order, Skip, Source
-from jaxscale.data.packing import View, open_view
+from jaxscale.data.packing import Rows, View, gather, open_view
 from jaxscale.data.progress import Progress, silent
-from jaxscale.data.store import Rows, TokenDataset
+from jaxscale.data.store import TokenDataset
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,8 @@ class Mixture:
 
     def gather(self, examples: Examples, sequence_length: int) -> Rows:
         """Rows of any of the sources (-1: a padding row), in the order in which they are named."""
-        out = Rows.empty(len(examples.rows), sequence_length)
-        for source in range(len(self.datasets)):
-            places = np.flatnonzero(examples.sources == source)
-            if len(places):
-                self.view(source, sequence_length).gather_into(out, places, examples.rows[places])
-        return out
+        views = {source: self.view(source, sequence_length) for source in np.unique(examples.sources).tolist()}
+        return gather(views, examples.sources, examples.rows, sequence_length)
 
 
 def open_mixture(

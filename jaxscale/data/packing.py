@@ -1,4 +1,4 @@
-"""How documents become rows: the views of a token dataset.
+"""How documents become rows: the views of a token dataset, and rows gathered from them.
 
     end_to_end   documents laid end to end and cut
     one_a_row    one document a row, padded; a longer one goes on in further rows of its own
@@ -10,40 +10,159 @@ The last two read a plan (`packing_plan.py`), which is made when it is first nee
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxscale.data.packing_plan import Plan, find_or_make_plan
 from jaxscale.data.progress import Progress, silent
-from jaxscale.data.store import PADDING_ROW, DocumentSpan, Rows, TokenDataset, ranges
+from jaxscale.data.store import Parts, TokenDataset
+
+PADDING_ROW = -1
+"""Index of a row that is nothing but padding: length 0, all ids 0."""
 
 
-class View(Protocol):
-    """A token dataset at one sequence length and packing."""
+class Rows(NamedTuple):
+    """Rows made of documents."""
+
+    tokens: np.ndarray
+    """`[rows, sequence] uint16 or uint32`: ids as wide as they are stored, 0 where padded."""
+    starts: np.ndarray
+    """`[rows, sequence] bool`: True where a document begins."""
+    lengths: np.ndarray
+    """`[rows] int32`: number of real tokens; padding is at the end only."""
+
+
+class Cut(NamedTuple):
+    """What rows are made of."""
+
+    row: np.ndarray
+    """`[parts] int64`: the row that a part lies in, ascending."""
+    parts: Parts
+    """Parts of the dataset's shards, in the order in which they stand in the row."""
+    start_part: np.ndarray
+    """`[starts] int64`: the part in which a document begins."""
+    start_place: np.ndarray
+    """`[starts] int64`: where in that part."""
 
     @property
+    def sizes(self) -> np.ndarray:
+        """`[parts] int64`: tokens of each part."""
+        return self.parts.high - self.parts.low
+
+    @property
+    def columns(self) -> np.ndarray:
+        """`[parts] int64`: where in its row each part stands."""
+        before = np.cumsum(self.sizes) - self.sizes
+        return before - before[np.searchsorted(self.row, self.row)]
+
+
+class DocumentSpan(NamedTuple):
+    """The part of a document that lies in a row."""
+
+    document: int
+    """Index of the document in the dataset."""
+    first: int
+    """Position in the document of the row's first token of it."""
+    last: int
+    """Position in the document of the row's last token of it."""
+    tokens: int
+    """Length of the whole document."""
+
+
+@dataclass(frozen=True)
+class View(ABC):
+    """A token dataset at one sequence length and packing."""
+
+    dataset: TokenDataset
+    sequence_length: int
+
+    @property
+    @abstractmethod
     def rows(self) -> int:
         """Number of rows."""
-        ...
+
+    @abstractmethod
+    def cut(self, rows: np.ndarray) -> Cut:
+        """What the rows with these indices (`[n] int64`; `PADDING_ROW`: one without parts) are made of.
+
+        Raises:
+            IndexError: there is no such row.
+        """
 
     @property
     def padding_share(self) -> float:
         """Share of the rows' places that is padding."""
-        ...
+        return 1 - self.dataset.tokens / (self.rows * self.sequence_length)
 
     def gather(self, rows: np.ndarray) -> Rows:
-        """The rows with these indices (`[n]` integers; `PADDING_ROW` gives an empty one), all at once."""
-        ...
-
-    def gather_into(self, out: Rows, places: np.ndarray, rows: np.ndarray) -> None:
-        """The same, written to places (`[n] int64`) of `out`, which come from `Rows.empty`."""
-        ...
+        """The rows with these indices (`[n]` integers); as `gather`."""
+        rows = np.asarray(rows, np.int64)
+        return gather({0: self}, np.zeros_like(rows), rows, self.sequence_length)
 
     def documents_in_row(self, row: int) -> list[DocumentSpan]:
         """The parts of documents in a row, in order."""
-        ...
+        cut = self.cut(np.array([row]))
+        columns, spans = cut.columns, []
+        positions = self.dataset.offsets[cut.parts.shard] + cut.parts.low
+        starts = {0, *(columns[cut.start_part] + cut.start_place).tolist()}
+        for first, following in pairwise([*sorted(starts), int(cut.sizes.sum())]):
+            part = np.searchsorted(columns, first, "right") - 1
+            document, place, tokens = self.dataset.document_at(int(positions[part] + first - columns[part]))
+            spans.append(DocumentSpan(document, place, place + following - first - 1, tokens))
+        return spans
+
+    def _check(self, rows: np.ndarray) -> None:
+        if rows.size and not PADDING_ROW <= rows.min() <= rows.max() < self.rows:
+            raise IndexError(f"rows {rows.min()} to {rows.max()}; there are {self.rows}")
+
+
+@dataclass(frozen=True)
+class EndToEnd(View):
+    """The dataset cut at every `sequence_length` tokens; only the last row is padded."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return -(-self.dataset.tokens // self.sequence_length)
+
+    def cut(self, rows: np.ndarray) -> Cut:
+        """See `View`."""
+        self._check(rows)
+        real = np.flatnonzero(rows != PADDING_ROW)
+        begin = rows[real] * self.sequence_length
+        parts = self.dataset.parts(begin, np.minimum(self.dataset.tokens - begin, self.sequence_length))
+        return Cut(real[parts.run], parts, *self.dataset.starts(parts))
+
+
+@dataclass(frozen=True)
+class Planned(View):
+    """Rows that a plan makes of pieces of documents."""
+
+    plan: Plan
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.plan.rows
+
+    def cut(self, rows: np.ndarray) -> Cut:
+        """See `View`.
+
+        A document counts as beginning also where a piece continues one, so that it does not see the pieces before it;
+        at the beginning of a row, where there are none, only where it really does.
+        """
+        self._check(rows)
+        row, pieces = self.plan.pieces_of_rows(rows)
+        parts = self.dataset.parts(pieces["begin"].astype(np.int64), pieces["length"].astype(np.int64))
+        follows = np.zeros(len(row), bool)
+        follows[1:] = row[1:] == row[:-1]
+        starts = np.flatnonzero(pieces["opens"] | follows)  # of pieces, which are parts: no document spans shards
+        return Cut(row, parts, starts, np.zeros_like(starts))
 
 
 def open_view(dataset: TokenDataset, sequence_length: int, packing: str, progress: Progress = silent) -> View:
@@ -57,97 +176,39 @@ def open_view(dataset: TokenDataset, sequence_length: int, packing: str, progres
     """
     if packing == "end_to_end":
         return EndToEnd(dataset, sequence_length)
-    return Planned(dataset, find_or_make_plan(dataset, sequence_length, packing, progress))
+    return Planned(dataset, sequence_length, find_or_make_plan(dataset, sequence_length, packing, progress))
 
 
-@dataclass(frozen=True)
-class EndToEnd:
-    """The view whose rows the dataset itself cuts; only the last one is padded."""
+def gather(views: Mapping[int, View], sources: np.ndarray, rows: np.ndarray, sequence_length: int) -> Rows:
+    """Rows of several views, all at once.
 
-    dataset: TokenDataset
-    sequence_length: int
+    Python sees a slice for every part, and no token: NumPy lays all slices end to end in one call.
 
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return self.dataset.rows(self.sequence_length)
+    Args:
+        views: by the number of the source, those that occur in `sources`.
+        sources: `[n] int64`.
+        rows: `[n] int64`, the row of each source's view, or `PADDING_ROW`.
+        sequence_length: of all views.
 
-    @property
-    def padding_share(self) -> float:
-        """Share of the rows' places that is padding."""
-        return 1 - self.dataset.tokens / (self.rows * self.sequence_length)
-
-    def gather(self, rows: np.ndarray) -> Rows:
-        """See `View`."""
-        return self.dataset.gather(rows, self.sequence_length)
-
-    def gather_into(self, out: Rows, places: np.ndarray, rows: np.ndarray) -> None:
-        """See `View`."""
-        self.dataset.gather_into(out, places, rows)
-
-    def documents_in_row(self, row: int) -> list[DocumentSpan]:
-        """See `View`."""
-        return self.dataset.documents_in_row(row, self.sequence_length)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The view whose rows a plan makes of pieces of documents."""
-
-    dataset: TokenDataset
-    plan: Plan
-
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return self.plan.rows
-
-    @property
-    def padding_share(self) -> float:
-        """Share of the rows' places that is padding."""
-        return 1 - self.dataset.tokens / (self.rows * self.plan.sequence_length)
-
-    def gather(self, rows: np.ndarray) -> Rows:
-        """See `View`."""
-        out = Rows.empty(len(rows), self.plan.sequence_length)
-        self.gather_into(out, np.arange(len(rows)), rows)
-        return out
-
-    def gather_into(self, out: Rows, places: np.ndarray, rows: np.ndarray) -> None:
-        """See `View`.
-
-        In `starts` also a piece that continues a document is marked, so that it does not see the pieces before it; at
-        the beginning of a row, where there are none, only the start of a document is.
-        """
-        rows, width, offsets = np.asarray(rows, np.int64), self.plan.sequence_length, self.dataset.offsets
-        row, pieces = self._pieces(rows)
-        length = pieces["length"].astype(np.int64)
-        lengths = np.bincount(row, length, len(rows)).astype(np.int64)
-        column = np.cumsum(length) - length - (np.cumsum(lengths) - lengths)[row]
-        begin = pieces["begin"].astype(np.int64)
-        shard = np.searchsorted(offsets, begin, "right") - 1
-        source, target = begin - offsets[shard], places[row] * width + column
-        out.lengths[places] = lengths
-        out.starts.reshape(-1)[target] = pieces["opens"] | (column > 0)
-        for place, real in zip(places.tolist(), lengths.tolist(), strict=True):
-            out.tokens[place, real:] = 0
-        flat, shards = out.tokens.reshape(-1), {number: self.dataset.shard(number)[0] for number in set(shard.tolist())}
-        # One slice a piece: cheaper than an index for each token, whatever the number of shards.
-        for number, at, to, count in zip(*(x.tolist() for x in (shard, source, target, length)), strict=True):
-            flat[to : to + count] = shards[number][at : at + count]
-
-    def documents_in_row(self, row: int) -> list[DocumentSpan]:
-        """See `View`."""
-        spans = []
-        for begin, length, _ in self._pieces(np.array([row]))[1].tolist():
-            document, first, tokens = self.dataset.document_at(begin)
-            spans.append(DocumentSpan(document, first, first + length - 1, tokens))
-        return spans
-
-    def _pieces(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All pieces of these rows, in order: `[pieces] int64` indices into `rows`, and `[pieces] PIECE`."""
-        if rows.size and not PADDING_ROW <= rows.min() <= rows.max() < self.rows:
-            raise IndexError(f"rows {rows.min()} to {rows.max()}; there are {self.rows}")
-        first, count = self.plan.pieces_of_rows(rows)
-        row, piece = ranges(first, first + count)
-        return row, self.plan.pieces[piece]
+    Raises:
+        IndexError: there is no such row.
+    """
+    shape = (len(rows), sequence_length)
+    starts, lengths = np.zeros(shape, bool), np.zeros(len(rows), np.int32)
+    places, slices = [], []
+    for source, view in views.items():
+        chosen = np.flatnonzero(sources == source)
+        cut = view.cut(rows[chosen])
+        place, columns = chosen[cut.row], cut.columns
+        lengths[chosen] = np.bincount(cut.row, cut.sizes, len(chosen))
+        starts.reshape(-1)[(place * sequence_length + columns)[cut.start_part] + cut.start_place] = True
+        places.append(place)
+        slices += view.dataset.slices(cut.parts)
+    short = np.flatnonzero(lengths < sequence_length)
+    padding = np.zeros(sequence_length, np.uint16)
+    slices += [padding[length:] for length in lengths[short].tolist()]
+    tokens = np.empty(shape, np.result_type(np.uint16, *(view.dataset.dtype for view in views.values())))
+    if slices:
+        in_order = np.argsort(np.concatenate([*places, short]), kind="stable")
+        np.concatenate([slices[index] for index in in_order.tolist()], out=tokens.reshape(-1))
+    return Rows(tokens, starts, lengths)

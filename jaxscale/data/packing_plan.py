@@ -27,7 +27,7 @@ from jaxscale.config.errors import Fault, Refused
 from jaxscale.data.best_fit import Places, best_fit_decreasing
 from jaxscale.data.files import cache_folder, locked
 from jaxscale.data.progress import Progress, silent
-from jaxscale.data.store import TokenDataset
+from jaxscale.data.store import TokenDataset, ranges
 
 VERSION = 1
 """Of the plans; another one as soon as the same dataset would be packed otherwise."""
@@ -40,7 +40,6 @@ CHUNK = 2**20
 class Plan:
     """A plan opened for reading."""
 
-    sequence_length: int
     rows: int
     pieces: np.ndarray
     """`[pieces] PIECE`, memory-mapped."""
@@ -48,9 +47,12 @@ class Plan:
     """`[groups, 3] int64`: first row, first piece, pieces a row."""
 
     def pieces_of_rows(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First piece and number of pieces of each row (`[n] int64`; of row -1: none), both `[n] int64`."""
+        """All pieces of these rows (`[n] int64`; of row -1: none), in order: `[pieces] int64` indices into `rows`, and
+        `[pieces] PIECE`."""
         first_row, first_piece, count = self.groups[np.searchsorted(self.groups[:, 0], rows, "right") - 1].T
-        return first_piece + (rows - first_row) * count, np.where(rows < 0, 0, count)
+        first = first_piece + (rows - first_row) * count
+        row, piece = ranges(first, np.where(rows < 0, first, first + count))
+        return row, self.pieces[piece]
 
 
 def find_or_make_plan(dataset: TokenDataset, sequence_length: int, packing: str, progress: Progress = silent) -> Plan:
@@ -94,7 +96,7 @@ def _open(folder: Path, purpose: dict[str, Any]) -> Plan:
             raise ValueError("it is for another purpose")
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise Refused(f"{folder}: damaged packing plan ({error}); remove the folder and it is made again") from error
-    return Plan(purpose["sequence_length"], rows, np.asarray(pieces), groups)
+    return Plan(rows, np.asarray(pieces), groups)
 
 
 def _make(folder: Path, dataset: TokenDataset, purpose: dict[str, Any], alone: bool, progress: Progress) -> None:

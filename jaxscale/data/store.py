@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -30,38 +30,18 @@ from jaxscale.data.progress import Progress, silent
 from jaxscale.data.scan import file_sha256, in_parallel, pieces, token_blocks
 from jaxscale.data.tokenizer import Tokenizer, load_tokenizer
 
-PADDING_ROW = -1
-"""Row index that `gather` fills with padding: length 0, all ids 0."""
 
+class Parts(NamedTuple):
+    """Runs of consecutive tokens, cut where a shard ends; no part is empty."""
 
-class Rows(NamedTuple):
-    """Rows cut from the documents laid end to end."""
-
-    tokens: np.ndarray
-    """`[rows, sequence] int32`: stored ids, 0 where padded."""
-    starts: np.ndarray
-    """`[rows, sequence] bool`: True where a document begins."""
-    lengths: np.ndarray
-    """`[rows] int32`: number of real tokens; padding is at the end only."""
-
-    @staticmethod
-    def empty(rows: int, sequence_length: int) -> Rows:
-        """Rows that views are to fill: nothing is known of the tokens yet, no document starts, all lengths are 0."""
-        shape = (rows, sequence_length)
-        return Rows(np.empty(shape, np.int32), np.zeros(shape, bool), np.zeros(rows, np.int32))
-
-
-class DocumentSpan(NamedTuple):
-    """The part of a document that lies in a row."""
-
-    document: int
-    """Index of the document in the dataset."""
-    first: int
-    """Position in the document of the row's first token of it."""
-    last: int
-    """Position in the document of the row's last token of it."""
-    tokens: int
-    """Length of the whole document."""
+    run: np.ndarray
+    """`[parts] int64`: the run that a part belongs to, ascending."""
+    shard: np.ndarray
+    """`[parts] int64`: the shard that it lies in."""
+    low: np.ndarray
+    """`[parts] int64`: where it begins there, in tokens."""
+    high: np.ndarray
+    """`[parts] int64`: where it ends there."""
 
 
 @dataclass(frozen=True)
@@ -144,64 +124,39 @@ class TokenDataset(Manifest):
         advance(shard.documents_bytes)
         return None if last == shard.tokens else f"{documents}: ends at token {last}, but the shard at {shard.tokens}"
 
-    def rows(self, sequence_length: int) -> int:
-        """Number of rows of `sequence_length` stored tokens; the last one may be padded."""
-        return -(-self.tokens // sequence_length)
+    def parts(self, begin: np.ndarray, length: np.ndarray) -> Parts:
+        """Runs of `length` tokens that begin at these positions of the dataset, both `[runs] int64`."""
+        end = begin + length
+        first = np.searchsorted(self.offsets, begin, "right") - 1
+        last = np.searchsorted(self.offsets, end - 1, "right") - 1
+        run, shard = ranges(first, last + 1)
+        offset = self.offsets[shard]
+        low = np.maximum(begin[run], offset) - offset
+        return Parts(run, shard, low, np.minimum(end[run], self.offsets[shard + 1]) - offset)
 
-    def gather(self, rows: np.ndarray, sequence_length: int) -> Rows:
-        """The rows with these indices (`[n]` integers; `PADDING_ROW` gives an empty one), all at once."""
-        out = Rows.empty(len(rows), sequence_length)
-        self.gather_into(out, np.arange(len(rows)), rows)
-        return out
+    def slices(self, parts: Parts) -> list[np.ndarray]:
+        """The ids of each part, not copied."""
+        shards = {number: self.shard(number)[0] for number in set(parts.shard.tolist())}
+        places = zip(parts.shard.tolist(), parts.low.tolist(), parts.high.tolist(), strict=True)
+        return [shards[number][low:high] for number, low, high in places]
 
-    def gather_into(self, out: Rows, places: np.ndarray, rows: np.ndarray) -> None:
-        """Write the rows with these indices (`[n]` integers) to places (`[n] int64`) of `out`.
-
-        Tokens are copied by slices, one for each row and shard that it lies in, so that it does not matter how many
-        shards there are; where documents start is looked up once for each shard.
-        """
-        rows, length, offsets = np.asarray(rows, np.int64), out.tokens.shape[1], self.offsets
-        if rows.size and not PADDING_ROW <= rows.min() <= rows.max() < self.rows(length):
-            raise IndexError(f"rows {rows.min()} to {rows.max()}; there are {self.rows(length)}")
-        begin = rows * length
-        size = np.where(rows == PADDING_ROW, 0, np.minimum(self.tokens - begin, length))
-        out.lengths[places] = size
-        out.tokens[places[size < length]] = 0
-        first = np.searchsorted(offsets, begin, "right") - 1
-        last = np.searchsorted(offsets, begin + size - 1, "right") - 1
-        row, shard = ranges(first, np.where(size > 0, last + 1, first))
-        if not len(row):
-            return
-        by_position = np.argsort(begin[row], kind="stable")
-        row, shard = row[by_position], shard[by_position]
-        # The part of each row that lies in a shard: from `low` to `high` there, `shift` further on in `out`.
-        low = np.maximum(begin[row] - offsets[shard], 0)
-        high = np.minimum(begin[row] + size[row], offsets[shard + 1]) - offsets[shard]
-        shift = places[row] * length + offsets[shard] - begin[row]
-        bounds, starts = np.stack([low, high], axis=1).astype(np.uint64), []
-        flat, numbers = out.tokens.reshape(-1), shard.tolist()
-        parts = list(zip(*(x.tolist() for x in (low, high, low + shift, high + shift)), strict=True))
-        for a, b in pairwise([0, *(np.flatnonzero(np.diff(shard)) + 1).tolist(), len(numbers)]):
-            tokens, ends = self.shard(numbers[a])
-            for from_, to, place, place_end in parts[a:b]:
-                flat[place:place_end] = tokens[from_:to]
-            starts += [ends[e:f] for e, f in ends.searchsorted(bounds[a:b]).tolist()]
-        marks = out.starts.reshape(-1)
-        marks[(low + shift)[low == 0]] = True
-        marks[np.concatenate(starts).astype(np.int64) + np.repeat(shift, [len(x) for x in starts])] = True
-
-    def documents_in_row(self, row: int, sequence_length: int) -> list[DocumentSpan]:
-        """The documents of a row, in order."""
-        starts = self.gather(np.array([row]), sequence_length).starts[0]
-        begin = row * sequence_length
-        end = min(begin + sequence_length, self.tokens)
-        # The row's parts begin at its first token and wherever a document begins.
-        parts = sorted({0, *map(int, np.flatnonzero(starts))})
-        spans = []
-        for part, following in zip(parts, [*parts[1:], end - begin], strict=True):
-            document, first, tokens = self.document_at(begin + part)
-            spans.append(DocumentSpan(document, first, first + following - part - 1, tokens))
-        return spans
+    def starts(self, parts: Parts) -> tuple[np.ndarray, np.ndarray]:
+        """Where documents begin in parts, in no order: index of the part and place in it, both `[starts] int64`."""
+        # Sorted, so that each shard is searched once, and what is looked up one after the other lies close.
+        by_position = np.lexsort((parts.low, parts.shard))
+        shard, low = parts.shard[by_position], parts.low[by_position]
+        bounds = np.stack([low, parts.high[by_position]], axis=1).astype(np.uint64)
+        found = np.empty(bounds.shape, np.int64)
+        for number, group in _groups(shard):
+            found[group] = self.shard(number)[1].searchsorted(bounds[group])
+        which, document = ranges(*found.T)
+        end = np.empty(len(document), np.int64)
+        for number, group in _groups(shard[which]):
+            end[group] = self.shard(number)[1][document[group]]
+        # A shard begins with a document, and wherever else one begins, another ends.
+        opening = np.flatnonzero(low == 0)
+        index = np.concatenate([by_position[opening], by_position[which]])
+        return index, np.concatenate([np.zeros_like(opening), end - low[which]])
 
     def document_at(self, position: int) -> tuple[int, int, int]:
         """(document index, position in it, its length) of a token of the dataset."""
@@ -232,6 +187,12 @@ class TokenDataset(Manifest):
 def _header_bytes(shard: Shard, dtype: str) -> int:
     """Size of what stands before the ids in the file of tokens."""
     return shard.tokens_bytes - shard.tokens * np.dtype(dtype).itemsize
+
+
+def _groups(values: np.ndarray) -> Iterator[tuple[int, slice]]:
+    """The values of `[n]` ascending integers, each with where it stands."""
+    borders = np.flatnonzero(np.diff(values, prepend=-1, append=-1)).tolist()
+    return ((int(values[first]), slice(first, end)) for first, end in pairwise(borders))
 
 
 def ranges(first: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

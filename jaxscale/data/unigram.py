@@ -6,9 +6,9 @@ from collections.abc import Collection
 
 import numpy as np
 
+from jaxscale.data.scan import pieces
 from jaxscale.data.store import TokenDataset
 
-LENGTH = 4096
 MOST_TOKENS = 2**27
 """Larger datasets are not counted: it would take longer than a person wants to wait."""
 
@@ -28,8 +28,7 @@ def unigram_loss(train: Collection[TokenDataset], validation: TokenDataset) -> f
 def _counts(dataset: TokenDataset) -> np.ndarray:
     """How often each id occurs, `[vocabulary_size] int64`."""
     counts = np.zeros(dataset.vocabulary_size, np.int64)
-    rows = np.arange(dataset.rows(LENGTH))
-    for part in np.array_split(rows, max(1, len(rows) // 256)):
-        tokens, _, lengths = dataset.gather(part, LENGTH)
-        counts += np.bincount(tokens[np.arange(LENGTH) < lengths[:, None]], minlength=dataset.vocabulary_size)
+    for number in range(len(dataset.shards)):
+        for block in pieces(dataset.shard(number)[0]):
+            counts += np.bincount(block, minlength=len(counts))[: len(counts)]  # reading refuses damaged ids
     return counts

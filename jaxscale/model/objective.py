@@ -96,8 +96,9 @@ class LanguageModel:
     def batch(self, microsteps: int, rows: int, sequence: int) -> dict[str, Field]:
         """Token ids, document starts, and the number of real tokens of each row (padding only at the end)."""
         row, token = ("microstep", "batch"), ("microstep", "batch", "sequence")
+        narrow = self.vocabulary_size <= 2**16  # as ids are then stored: half the bytes on the way to the device
         return {
-            "tokens": Field((microsteps, rows, sequence), jnp.int32, token),
+            "tokens": Field((microsteps, rows, sequence), jnp.uint16 if narrow else jnp.int32, token),
             "starts": Field((microsteps, rows, sequence), jnp.bool_, token),
             "lengths": Field((microsteps, rows), jnp.int32, row),
         }
@@ -148,7 +149,7 @@ class CausalLanguageModel(LanguageModel):
 
     def examples(self, batch: Batch, keys: jax.Array) -> Examples:
         """The target of a token is the one after it; the last of a document and of a row has none."""
-        tokens, layout = batch["tokens"], self.layout(batch)
+        tokens, layout = batch["tokens"].astype(jnp.int32), self.layout(batch)
         segments, _, real = layout
         targets = jnp.roll(tokens, -1, axis=-1)
         follows = (segments == jnp.roll(segments, -1, axis=-1)) & real
@@ -166,7 +167,7 @@ class MaskedLanguageModel(LanguageModel):
 
     def examples(self, batch: Batch, keys: jax.Array) -> Examples:
         """Each row draws its own masks, so that they do not depend on how a batch is cut or laid out."""
-        tokens, layout = batch["tokens"], self.layout(batch)
+        tokens, layout = batch["tokens"].astype(jnp.int32), self.layout(batch)
         shape = tokens.shape[-1:]
 
         def draw(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

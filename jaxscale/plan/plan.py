@@ -10,6 +10,7 @@ import jax
 from jaxscale.cluster import distributed
 from jaxscale.config.phases import phases_of
 from jaxscale.config.schema import ClusterConfig, Config
+from jaxscale.data.packing import EndToEnd
 from jaxscale.data.store import TokenDataset
 from jaxscale.flops import flops_per_token, parameter_count
 from jaxscale.plan.collectives import collectives
@@ -83,6 +84,10 @@ def build_without_data(config: Config) -> Run:
     """
     found = [TokenDataset.find(source.path, config.data.tokenizer) for source in config.data.sources.values()]
     first = found[0]
-    rows = UPDATES_AN_EPOCH * config.batch.global_size if first is None else first.rows(config.data.sequence_length)
+    rows = (
+        UPDATES_AN_EPOCH * config.batch.global_size
+        if first is None
+        else EndToEnd(first, config.data.sequence_length).rows
+    )
     mask_id = 0 if first is None else first.mask_id
     return build(config, jax.devices(), make_timeline(config, phases_of(config), rows), mask_id)

@@ -17,6 +17,7 @@ from jaxscale.data.interleave import PERIOD, draws_of, period_of
 from jaxscale.data.loader import HostBatch, Reading, batch_digest, batches, row_digests
 from jaxscale.data.mixture import Mixture
 from jaxscale.data.order import Order, Skip, Source, Spread
+from jaxscale.data.packing import EndToEnd
 from jaxscale.data.permutation import permutation, permutation_key
 from jaxscale.data.store import TokenDataset
 from jaxscale.data.tokenizer import ByteTokenizer
@@ -56,7 +57,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Mixture:
 def order_of(mixture: Mixture, phases: tuple[Phase, ...] = (Phase(0, BATCH, SEQUENCE),), **fields: Any) -> Order:
     lengths = {phase.sequence_length for phase in phases}
     sources = tuple(
-        Source(dataset.fingerprint, {length: dataset.rows(length) for length in lengths})
+        Source(dataset.fingerprint, {length: EndToEnd(dataset, length).rows for length in lengths})
         for dataset in mixture.datasets.values()
     )
     return Order(**{"seed": 0, "sources": sources, "phases": phases, **fields})
@@ -319,7 +320,7 @@ def test_shares_hold_for_every_prefix_of_a_phase_and_counters_run_on() -> None:
 
 def test_every_row_of_every_source_once_an_epoch(three: Mixture) -> None:
     """Weights in the proportion of the rows: one epoch of all is every row exactly once, and the tokens of all."""
-    rows = [dataset.rows(SEQUENCE) for dataset in three.datasets.values()]
+    rows = [EndToEnd(dataset, SEQUENCE).rows for dataset in three.datasets.values()]
     phase = Phase(0, sum(rows), SEQUENCE, tuple(map(float, rows)))
     order = order_of(three, (phase,))
     for cursor in (0, sum(rows), 7 * sum(rows)):

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxscale.config.load import load
 from jaxscale.plan.collectives import Collective, collectives
 from jaxscale.plan.groups import participants
+from jaxscale.plan.program import read_program
 from tests import tiny
 
 AXES = {"replica": 2, "fsdp": 2, "tensor": 2}
@@ -77,7 +78,7 @@ def mesh(order: list[int] | None = None) -> Mesh:
 
 def test_counts_follow_loops_and_calls() -> None:
     """Every collective counts as often as it runs; asynchronous pairs once; conditions once more than their body."""
-    found = set(collectives(NESTED, mesh()))
+    found = set(collectives(read_program(NESTED), mesh().shape))
     assert found == {
         Collective("all-reduce", ("tensor",), 2, "f32", 4 * 3, 4 * 3 * 8 * 16 * 4),
         Collective("all-reduce", ("replica", "fsdp", "tensor"), 8, "pred", 4 * (3 + 1), 4 * (3 + 1)),
@@ -113,7 +114,7 @@ def test_bytes(instruction: str, dtype: str, payload: int, sent: int) -> None:
     program = (
         f"ENTRY %main (a: f32[]) -> f32[] {{\n  ROOT %c = {instruction}, replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}\n}}"
     )
-    (found,) = collectives(program, mesh())
+    (found,) = collectives(read_program(program), mesh().shape)
     assert (found.axes, found.group_size, found.count) == (("fsdp", "tensor"), 4, 1)
     assert (found.dtype, found.payload_bytes, found.sent_bytes) == (dtype, payload, sent)
 
@@ -171,7 +172,7 @@ def test_a_real_program(order: list[int] | None) -> None:
     program = jax.jit(jax.shard_map(body, mesh=on, in_specs=spec, out_specs=spec, check_vma=False))
     compiled = program.lower(jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=NamedSharding(on, spec))).compile()
     local = 8 * 32 * 4  # bytes of f32[16,64] on one device
-    assert set(collectives(compiled.as_text(), on)) == {
+    assert set(collectives(read_program(compiled.as_text()), on.shape)) == {
         Collective("all-reduce", ("fsdp",), 2, "f32", 5, 5 * local),
         Collective("all-reduce", ("replica", "tensor"), 4, "f32", 1, 4),
         Collective("all-gather", ("fsdp",), 2, "f32", 1, 2 * local),
@@ -187,7 +188,7 @@ def test_gathers_of_a_training_step() -> None:
     run = tiny.make_run(config, 4)
     assert run.batch(0)["tokens"].shape[0] == 2
     text = run.lower_train_step(run.batch(0)).compile().as_text()
-    gathers = [one for one in collectives(text, run.mesh) if one.kind == "all-gather"]
+    gathers = [one for one in collectives(read_program(text), run.mesh.shape) if one.kind == "all-gather"]
     matrices = 128 * 128 * 2 + 128 * 64 * 2 + 128 * 384 * 3  # queries and output, keys and values, MLP
     norms = 2 * 128
     once = 2 * 512 * 128 + 128  # embedding, head, final norm

@@ -16,6 +16,7 @@ from jaxscale.cluster.mesh import make_mesh
 from jaxscale.config.schema import MeshConfig
 from jaxscale.model.loss import Output, cross_entropy
 from jaxscale.plan.collectives import collectives
+from jaxscale.plan.program import read_program
 from tests import tiny
 
 ROWS, SEQUENCE, EMBED, VOCABULARY, PADDED = 8, 24, 16, 50, 128
@@ -174,7 +175,7 @@ def test_eight_devices(axes: dict[str, int]) -> None:
         results[2],
         expected_gradients,
     )
-    read = collectives(compiled.as_text(), mesh)
+    read = collectives(read_program(compiled.as_text()), mesh.shape)
     exchanged = sum(collective.payload_bytes for collective in read if "fsdp" in collective.axes)
     once = 4 * PADDED * EMBED // axes.get("tensor", 1)
     assert once <= exchanged < 1.5 * once

@@ -39,7 +39,7 @@ def participants(line: str, axes: Mapping[str, int]) -> tuple[tuple[str, ...], i
     if moves := _PAIRS.search(line):
         over = _axes_between(_lists(moves[1]), axes)
         return over, math.prod(axes[axis] for axis in over)
-    groups = _groups(line, math.prod(axes.values()))
+    groups = groups_of(line, math.prod(axes.values()))
     return _axes_between([[group[0], member] for group in groups for member in group], axes), max(map(len, groups))
 
 
@@ -49,8 +49,15 @@ def _axes_between(pairs: list[list[int]], axes: Mapping[str, int]) -> tuple[str,
     return tuple(axis for axis, start, end in zip(axes, one, other, strict=True) if (start != end).any())
 
 
-def _groups(line: str, devices: int) -> list[list[int]]:
-    """The groups of devices that work together."""
+def groups_of(line: str, devices: int) -> list[list[int]]:
+    """The groups of devices that work together; of a permute, its pairs.
+
+    Args:
+        line: the instruction.
+        devices: how many there are.
+    """
+    if moves := _PAIRS.search(line):
+        return _lists(moves[1])
     if iota := _IOTA.search(line):
         return _ordered(iota[2]).reshape(_integers(iota[1])).tolist()
     if mesh := _MESH.search(line):

@@ -14,6 +14,7 @@ from jaxscale.data.packing import EndToEnd
 from jaxscale.data.store import TokenDataset
 from jaxscale.flops import flops_per_token, parameter_count
 from jaxscale.plan.collectives import collectives
+from jaxscale.plan.program import read_program
 from jaxscale.train.build import Run, build, make_timeline
 
 UPDATES_AN_EPOCH = 10**6
@@ -66,7 +67,9 @@ def plan(config: Config) -> dict[str, Any]:
             - memory.alias_size_in_bytes
             + memory.temp_size_in_bytes,
         },
-        "collectives": [collective.as_dict() for collective in collectives(compiled.as_text(), run.mesh)],
+        "collectives": [
+            collective.as_dict() for collective in collectives(read_program(compiled.as_text()), run.mesh.shape)
+        ],
     }
 
 

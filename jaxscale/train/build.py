@@ -82,6 +82,11 @@ Arrays = dict[str, jax.ShapeDtypeStruct]
 """Shape, dtype and sharding of the arrays of a batch, `[microsteps, rows, ...]`."""
 
 
+GPU_OPTIONS: dict[str, Any] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+"""Options of XLA's GPU compiler in every run. The scheduler moves what computes between the begin and the end of each
+collective, so that FSDP's gathers are hidden; without it a collective ends where its result is next used."""
+
+
 @dataclass(frozen=True)
 class Run:
     """What a run computes with: shapes, shardings and functions, but not one array yet."""
@@ -152,10 +157,17 @@ class Run:
         with jax.set_mesh(self.mesh):
             return self.initialize.lower()
 
-    def compile(self, lowered: Any) -> Any:
-        """A lowered function compiled for the mesh's devices, as `precision.deterministic` asks."""
-        deterministic = self.config.precision.deterministic and self.mesh.devices.flat[0].platform == "gpu"
-        return lowered.compile({"xla_gpu_deterministic_ops": True} if deterministic else None)
+    def compile(self, lowered: Any, options: Mapping[str, Any] | None = None) -> Any:
+        """A lowered function compiled for the mesh's devices, as `precision.deterministic` asks.
+
+        `options` are further ones of the compiler.
+        """
+        chosen = dict(options or {})
+        if self.mesh.devices.flat[0].platform == "gpu":
+            chosen = GPU_OPTIONS | chosen
+            if self.config.precision.deterministic:
+                chosen["xla_gpu_deterministic_ops"] = True
+        return lowered.compile(chosen or None)
 
 
 def build(config: Config, devices: Sequence[jax.Device], timeline: Timeline, mask_id: int | None) -> Run:

@@ -198,7 +198,7 @@ def data_verify(
     datasets = []
     for path in paths:
         data = load_data(path) if path.suffix == ".toml" else None
-        named = [*(source.path for source in data.sources.values()), *data.validation.values()] if data else [path]
+        named = data.datasets if data else [path]
         datasets += [(name, (data and data.tokenizer) or tokenizer) for name in named]
     from jaxscale.data.progress import shown_on_stderr
     from jaxscale.data.verify import verified_text, verify_all

@@ -273,10 +273,18 @@ def cluster(config: Config) -> Mistakes:
 
 
 def evaluation(config: Config) -> Mistakes:
-    """Asking for evaluations needs something to evaluate on."""
+    """Asking for evaluations needs something to evaluate on, and every line of theirs a name of its own."""
     if config.evaluate.every_steps is not None and not config.data.validation:
         allowed = "there is nothing to evaluate on: name a dataset in [data.validation]"
         yield WrongValue("evaluate.every_steps", config.evaluate.every_steps, allowed)
+    for name, data in config.data.validation.items():
+        if not data:
+            yield WrongValue(f"data.validation.{name}", data, "must be the path of a dataset, or paths by name")
+        for part in (name, *(data if isinstance(data, Mapping) else ())):
+            if "/" in part:
+                yield WrongValue(
+                    "data.validation", part, 'names have no "/": it stands between those of set and source'
+                )
 
 
 def dataset(config: Config) -> Mistakes:
@@ -302,7 +310,7 @@ def data_mistakes(data: DataConfig) -> Mistakes:
     if build.validation_share > 0 and data.held_out is None:
         allowed = 'needs a split in [data.validation] to write to: the only one, or one that is called "validation"'
         yield WrongValue("data.build.validation_share", build.validation_share, allowed)
-    elif build.validation_share > 0 and data.train in data.validation.values():
+    elif build.validation_share > 0 and data.train == data.held_out:
         yield WrongValue("data.train", data.train, "the held-out split must have a folder of its own")
 
 

@@ -108,8 +108,8 @@ class SourceConfig(Section):
     """Most passes over it in the run, for each sequence length; unset: as many as its weight asks for."""
 
 
-def _train_kind(value: object) -> str:
-    """What `data.train` is: the path of one dataset, or several by name."""
+def _kind(value: object) -> str:
+    """What `data.train` or a validation set is: the path of one dataset, or several by name."""
     return "mixture" if isinstance(value, Mapping) else "path"
 
 
@@ -129,11 +129,17 @@ class DataConfig(Section):
 
     train: Annotated[
         Annotated[AbsolutePath, Tag("path")] | Annotated[dict[str, SourceConfig], Tag("mixture")],
-        Discriminator(_train_kind),
+        Discriminator(_kind),
     ]
     """Folder of the token dataset to train on, or a mixture: datasets by name, each with its weight."""
-    validation: dict[str, AbsolutePath] = Field(default_factory=dict)
-    """Named token datasets to evaluate on."""
+    validation: dict[
+        str,
+        Annotated[
+            Annotated[AbsolutePath, Tag("path")] | Annotated[dict[str, AbsolutePath], Tag("mixture")],
+            Discriminator(_kind),
+        ],
+    ] = Field(default_factory=dict)
+    """Named sets to evaluate on: a token dataset, or several by name, each of which is then reported, too."""
     tokenizer: TokenizerName | None = None
     """Tokenizer of token files that carry none (those of other programs): `bytes` or a `tokenizer.json`."""
     sequence_length: PositiveInt = 1024
@@ -175,7 +181,22 @@ class DataConfig(Section):
         return dict(sorted(self.train.items()))
 
     @property
+    def datasets(self) -> list[Path]:
+        """All that is trained and evaluated on."""
+        validation = (path for data in self.validation_sets.values() for path in data.values())
+        return [*(source.path for source in self.sources.values()), *validation]
+
+    @property
+    def validation_sets(self) -> dict[str, dict[str, Path]]:
+        """The datasets of each set to evaluate on, by name; one that stands for itself has the name of its set."""
+        return {
+            name: {name: data} if isinstance(data, Path) else dict(sorted(data.items()))
+            for name, data in self.validation.items()
+        }
+
+    @property
     def held_out(self) -> Path | None:
         """Where the documents go that a build holds out: the validation split "validation", or the only one."""
-        only = next(iter(self.validation.values())) if len(self.validation) == 1 else None
-        return self.validation.get("validation", only)
+        single = {name: data for name, data in self.validation.items() if isinstance(data, Path)}
+        only = next(iter(single.values())) if len(single) == 1 else None
+        return single.get("validation", only)

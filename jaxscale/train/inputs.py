@@ -41,18 +41,22 @@ def open_datasets(config: Config, console: Console, processes: Processes = ALONE
             f"data.sequence_length = {longest}, but all the training data have {train.tokens} tokens; "
             f"nearest: data.sequence_length={train.tokens}"
         )
-    validation = {name: TokenDataset.open(path, config.data.tokenizer) for name, path in config.data.validation.items()}
+    validation = {
+        split: {source: TokenDataset.open(path, config.data.tokenizer) for source, path in paths.items()}
+        for split, paths in config.data.validation_sets.items()
+    }
     if train.first.vocabulary_size > config.model.vocabulary_size:
         raise Refused(
             f"model.vocabulary_size = {config.model.vocabulary_size}, but {train.first.path} has token ids up to "
             f"{train.first.vocabulary_size - 1}; nearest: model.vocabulary_size={train.first.vocabulary_size}"
         )
-    for name, dataset in validation.items():
-        if dataset.tokenizer_fingerprint != train.first.tokenizer_fingerprint:
-            raise Refused(
-                f"data.validation.{name} = {dataset.path} was built with another tokenizer than {train.first.path}"
-            )
-    return train, {name: Mixture({name: dataset}, train.packing) for name, dataset in validation.items()}
+    for split, datasets in validation.items():
+        for dataset in datasets.values():
+            if dataset.tokenizer_fingerprint != train.first.tokenizer_fingerprint:
+                raise Refused(
+                    f"data.validation.{split} = {dataset.path} was built with another tokenizer than {train.first.path}"
+                )
+    return train, {split: Mixture(datasets, train.packing) for split, datasets in validation.items()}
 
 
 def locate(config: Config, processes: Processes, progress: Progress, name: str, path: Path) -> Path:

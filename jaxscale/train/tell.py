@@ -120,7 +120,8 @@ def conclusion(
         text = f"{split} loss {last['loss']:.3f} nats a token (perplexity {last['perplexity']:.1f})"
         if last["bits_per_byte"] is not None:
             text += f", {last['bits_per_byte']:.3f} bits a byte"
-        unigram = unigram_loss(mixture.datasets.values(), data.first) if config.objective.kind == "causal" else None
+        alone = len(data.datasets) == 1 and config.objective.kind == "causal"
+        unigram = unigram_loss(mixture.datasets.values(), data.first) if alone else None
         if unigram is not None:
             baselines[f"unigram model, {split}"] = unigram
             text += f"; a unigram model has {unigram:.3f} ({math.exp(unigram):.1f})"

@@ -74,7 +74,8 @@ def _refuse_dashed_keys(arguments: Sequence[str]) -> None:
     for argument in arguments:
         option, _, value = argument.lstrip("-").partition("=")
         spellings = (option, option.replace("-", "_"), option.replace("-", ".", 1).replace("-", "_"))
-        key = next((key for key in spellings if keys.find(key.split("."))), None)
+        fields = {key: field for key in spellings if (field := keys.find(key.split(".")))}
+        key = next((key for key, field in fields.items() if not keys.sections_of(field)), None)
         if argument.startswith("-") and key:
             raise Refused(f"{argument}: a config key has no dashes; nearest: {key}={value or 'VALUE'}")
 
@@ -136,13 +137,37 @@ def generate(
 
 
 @app.command()
-def plan(config: ConfigFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Compile the training step for simulated devices: memory of a device, and the collectives."""
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="GPU:HOSTSxGPUS", help="What to compile for, such as h100-sxm:64x8.")
+    ] = None,
+    hardware: Annotated[Path | None, typer.Option(help="A TOML file with GPUs and clusters of your own.")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Of a GPU-hour.")] = None,
+    failures: Annotated[float | None, typer.Option(min=0, help="That end a run, for each GPU and day.")] = None,
+    timeline: Annotated[Path | None, typer.Option(help="A file for one step: .png, .html or .json (Perfetto).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compile the training step for GPUs that are not there: memory, communication, time, money, advice.
+
+    Without --cluster it is compiled for the devices that the config simulates, and says memory and collectives only.
+    """
     loaded = load(config, overrides or ())
     from jaxscale.plan.page import page
     from jaxscale.plan.plan import plan as make_plan
+    from jaxscale.plan.plan import plan_here
 
-    facts = make_plan(loaded)
+    if cluster is None:
+        facts, spans = plan_here(loaded)
+    else:
+        from jaxscale.hardware import hardware as read_hardware
+
+        facts, spans = make_plan(loaded, read_hardware(hardware).cluster(cluster), price, failures)
+    if timeline is not None:
+        from jaxscale.report.timeline import write_timeline
+
+        write_timeline(timeline, spans)
     _print(facts, page(facts), as_json)
 
 

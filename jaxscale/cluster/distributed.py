@@ -93,6 +93,9 @@ def start(cluster: ClusterConfig, connect_seconds: int = CONNECT_SECONDS) -> Pro
     jax.config.update("jax_enable_preemption_service", False)
     if cluster.simulate is not None:
         simulate_devices(cluster.simulate)
+    elif not _has_driver() and not os.environ.get("JAX_PLATFORMS"):
+        # Where JAX's GPU plugin is installed, as for planning, it would look for a driver and print a traceback.
+        jax.config.update("jax_platforms", "cpu")
     if cluster.compilation_cache is not None:
         _use_compilation_cache(cluster.compilation_cache)
     if place.processes > 1:
@@ -325,6 +328,11 @@ def _whole(environment: Mapping[str, str], name: str) -> int | None:
     if not text.isdigit():
         raise Refused(f'{name} = "{text}": must be a whole number')
     return int(text)
+
+
+def _has_driver() -> bool:
+    """Whether the machine has a driver of GPUs: NVIDIA's, that of Windows' subsystem for Linux, or AMD's."""
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
 
 
 def _gpus_on_host() -> int:

@@ -63,11 +63,11 @@ def _fusion(instruction: Instruction, operands: list[Instruction], program: Prog
     """A fusion: bound by its products, if it has some, or by what it moves."""
     fused = program.computations[instruction.called("calls")]
     moved = float(sum(_read(fused, parameter) for parameter in fused.parameters) + _written(fused))
-    products = [
-        _product(one, *(fused.by_name[operand].arrays[0] for operand in one.operands[:2]), gpu)
-        for one in fused.instructions
-        if one.opcode == "dot"
-    ]
+    products = []
+    for one in fused.instructions:
+        if one.opcode == "dot":
+            left, right = (fused.by_name[operand].arrays[0] for operand in one.operands[:2])
+            products.append(_product(one, left, right, gpu))
     seconds, flops = sum(one.seconds for one in products), sum(one.flops for one in products)
     kind: Kind = "matmul" if products else "memory"
     return Kernel(kind, max(seconds, memory_seconds(gpu, moved)), flops, moved)
@@ -92,14 +92,13 @@ def _attention(instruction: Instruction, gpu: Gpu) -> Kernel:
     shapes = re.findall(r"(\w+)\[([\d,]+)\]", _braces(instruction.attributes, "operand_layout_constraints="))
     # Queries, keys and values are `[rows, tokens, heads, head_dim]`, whatever their layout in memory.
     arrays = [Array(dtype, tuple(map(int, dimensions.split(",")))) for dtype, dimensions in shapes]
-    head_dim, groups = arrays[0].dimensions[3], arrays[1].dimensions[2]
+    head_dim = arrays[0].dimensions[3]
     causal, backward = "CAUSAL" in settings["mask_type"], "Backward" in instruction.target
     window = int(settings.get("sliding_window_length", 0))
     seconds = attention_seconds(
         gpu,
         rows,
         heads,
-        groups,
         queries,
         min(keys, window) if window else keys,
         head_dim,

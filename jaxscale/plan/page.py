@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -13,14 +14,34 @@ WIDTH = 72
 CPU = """\
 Compiled for CPU devices: the compiler of GPUs fuses and schedules otherwise,
 so take memory and collectives as approximate."""
+NO_COMPILER = """\
+The GPU compiler is not installed (pip install 'jaxscale[plan]'), or does not
+know this GPU: times, costs and advice are left out."""
+PARTS = {
+    "parameters": "parameters",
+    "optimizer": "optimizer state",
+    "batch": "batch",
+    "other_state": "other state",
+    "outputs": "results that are not in the state's place",
+    "temporaries": "gradients, activations and other temporaries",
+}
+"""Names of the parts of a device's memory."""
+KINDS = {"matmul": "matrix products", "attention": "attention", "memory": "other kernels", "optimizer": "optimizer"}
+"""Names of the kinds of kernels."""
 
 
 def page(facts: Mapping[str, Any]) -> str:
     """The facts of `plan.plan` as text."""
     blocks = [_update(facts), _memory(facts["memory"]), _collectives(facts["collectives"])]
-    if facts["device_kind"] == "cpu":
-        blocks.append(CPU)
-    return "\n\n".join(blocks)
+    if facts["time"] is not None:
+        blocks += [
+            _time(facts["time"]),
+            *([_money(facts["money"])] if facts["money"] else []),
+            _advice(facts["advice"]),
+        ]
+    if facts["platform"] == "cpu":
+        blocks.append(CPU if facts["cluster"] is None else f"{CPU}\n{NO_COMPILER}")
+    return "\n\n".join(block for block in blocks if block)
 
 
 def _update(facts: Mapping[str, Any]) -> str:
@@ -42,16 +63,14 @@ def _update(facts: Mapping[str, Any]) -> str:
 
 def _memory(memory: Mapping[str, int]) -> str:
     """What a device holds at once."""
-    outputs = memory["outputs"] - memory["aliased"]
-    return "\n".join(
-        [
-            "Memory of a device",
-            _line("  state and batch", decimal(memory["arguments"])),
-            _line("  results that are not in the state's place", decimal(outputs)),
-            _line("  temporaries", decimal(memory["temporaries"])),
-            _line("  together", decimal(memory["peak"])),
-        ]
-    )
+    lines = [_line(f"  {name}", decimal(memory[key])) for key, name in PARTS.items() if memory[key]]
+    lines.append(_line("  together", decimal(memory["peak"])))
+    if memory["capacity"] is not None:
+        left = memory["capacity"] - memory["peak"]
+        lines.append(_line("  of", decimal(memory["capacity"])))
+        if left < 0:
+            lines.append(f"  it does not fit, by {decimal(-left)}")
+    return "\n".join(["Memory of a device", *lines])
 
 
 def _collectives(collectives: list[Mapping[str, Any]]) -> str:
@@ -76,6 +95,49 @@ def _collectives(collectives: list[Mapping[str, Any]]) -> str:
     if any(one["at_least"] for one in collectives):
         lines.append("  >=: inside a loop whose number of iterations is not known, counted as one")
     return "\n".join(lines)
+
+
+def _time(time: Mapping[str, Any]) -> str:
+    """How long an update takes, and what it spends that on."""
+    lines = [
+        _line("Time of an update", f"{time['step_seconds']:.3f} s"),
+        _line("  tokens/s", f"{time['tokens_per_second']:,.0f}"),
+        _line("  tokens/s a GPU", f"{time['tokens_per_second_a_gpu']:,.0f}"),
+        _line("  MFU", f"{time['mfu']:.1%}"),
+    ]
+    for name, seconds in time["parts"].items():
+        shown = KINDS.get(name) or f"waiting for {name.removeprefix('exposed ')}"
+        lines.append(_line(f"  {shown}", f"{seconds:.3f} s  {seconds / time['step_seconds']:>6.1%}"))
+    for axes, seconds in time["hidden"].items():
+        lines.append(_line(f"  communication over {axes} behind computation", f"{seconds:.3f} s        "))
+    return "\n".join(lines)
+
+
+def _money(money: Mapping[str, Any] | None) -> str:
+    """What the whole run costs; nothing where its length is not known."""
+    if money is None:
+        return ""
+    between = f"one in {money['hours_between_failures']:,.1f} h"
+    lines = [
+        _line("The whole run", f"{money['days']:,.2f} days"),
+        _line("  GPU-hours", f"{money['gpu_hours']:,.0f}"),
+        _line("  energy", f"{money['kilowatt_hours']:,.0f} kWh"),
+        _line("  failures to be expected", f"{money['failures']:,.1f}, {between}"),
+        _line(
+            "  best interval of checkpoints",
+            f"{money['checkpoint_updates']:,} updates ({money['checkpoint_seconds'] / 60:,.0f} min)",
+        ),
+        _line("  with failures", f"{money['days_with_failures']:,.2f} days (ETTR {money['ettr']:.1%})"),
+    ]
+    if money["cost"] is not None:
+        lines.append(_line("  cost", f"{money['cost']:,.0f}"))
+    return "\n".join(lines)
+
+
+def _advice(advice: Sequence[str]) -> str:
+    """A paragraph for each piece of advice."""
+    lines = [textwrap.fill(text, WIDTH, initial_indent="  - ", subsequent_indent="    ") for text in advice]
+    return "\n".join(["Advice", *lines])
 
 
 def _line(name: str, value: str) -> str:

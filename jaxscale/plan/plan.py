@@ -1,75 +1,117 @@
-"""The plan of a run: the very step that `train` would run, compiled for simulated devices, and what it says."""
+"""The plan of a run: the very step that `train` would run, compiled for its cluster, and what follows from it."""
 
 from __future__ import annotations
 
-import time
+import math
+from dataclasses import asdict
 from typing import Any
 
-import jax
-
-from jaxscale.cluster import distributed
-from jaxscale.config.phases import phases_of
+from jaxscale.config.phases import lengths_of, phases_of
 from jaxscale.config.schema import ClusterConfig, Config
-from jaxscale.data.packing import EndToEnd
-from jaxscale.data.store import TokenDataset
 from jaxscale.flops import flops_per_token, parameter_count
+from jaxscale.hardware import RESERVED_BYTES, Cluster
+from jaxscale.plan.advice import advice
 from jaxscale.plan.collectives import collectives
-from jaxscale.plan.program import read_program
-from jaxscale.train.build import Run, build, make_timeline
+from jaxscale.plan.compile import Compiled, build_without_data, compile_for, compile_step
+from jaxscale.plan.money import money
+from jaxscale.plan.program import Program, read_program
+from jaxscale.plan.replay import replay
+from jaxscale.report.timeline import Span
 
-UPDATES_AN_EPOCH = 10**6
-"""Taken for the length of an epoch while the dataset is not there."""
 
+def plan_here(config: Config) -> tuple[dict[str, Any], list[Span]]:
+    """The step compiled in this process for the devices that the config simulates, or that are there.
 
-def plan(config: Config) -> dict[str, Any]:
-    """Compiles the training step of a config and reads memory and collectives off the compiled program.
-
-    Of several phases it is the one whose microstep has most tokens, which needs most memory.
-
-    No array is made. Where the dataset is not there yet, what only it knows (the rows of an epoch, the id of the mask
-    token) is made up; that changes constants of the program, but neither its memory nor its collectives. Several
-    processes are planned as one that has the simulated devices of all.
+    Several processes are planned as one that has the simulated devices of all. What follows from a cluster (times,
+    costs, advice) is not known.
 
     Returns:
-        `devices`, `device_kind`, `mesh` (axis -> size), `microsteps`, `sequence_length`, `parameters`,
-        `tokens_an_update`, `flops_an_update`, `compile_seconds`, `memory` (bytes of one device: arguments, outputs,
-        aliased, temporaries, peak) and `collectives` (a list; see `collectives.py`).
+        As `plan`, `time`, `money` and `advice` being None.
 
     Raises:
         Refused: the config does not fit the devices.
     """
+    import jax
+
+    from jaxscale.cluster import distributed
+
     distributed.start(in_one_process(config.cluster))
-    run = build_without_data(config)
-    largest = max(run.batches, key=lambda shape: shape[1] * shape[2])
-    begin = time.perf_counter()
-    compiled = run.compile(run.lower_train_step(run.batches[largest]))
-    seconds = time.perf_counter() - begin
-    memory = compiled.memory_analysis()
-    microsteps, rows, length = largest
-    tokens = microsteps * rows * length
+    compiled = compile_step(build_without_data(config, jax.devices()))
+    program = read_program(compiled.program)
+    return {**_facts(config, compiled, program, None), "time": None, "money": None, "advice": None}, []
+
+
+def plan(
+    config: Config, cluster: Cluster, price: float | None = None, failures_a_gpu_day: float | None = None
+) -> tuple[dict[str, Any], list[Span]]:
+    """The step compiled for a cluster that is not there, and replayed on it.
+
+    Args:
+        config: checked by the first stage of refusal.
+        cluster: what it is to run on.
+        price: of a GPU-hour.
+        failures_a_gpu_day: failures that end a run, for each GPU and day; None: as published, see `money.py`.
+
+    Returns:
+        Facts by name, and the events of one step (none where the program is not one of GPUs). The facts are `cluster`,
+        `devices`, `device_kind`, `mesh` (axis -> size), `microsteps`, `sequence_length`, `parameters`,
+        `tokens_an_update`, `flops_an_update`, `updates`, `compile_seconds`, `compiler_memory`, `memory` (bytes of one
+        device), `collectives` (a list; see `collectives.py`), `time`, `money` and `advice`.
+
+    Raises:
+        Refused: the config does not fit the cluster.
+        Fault: the compiler failed.
+    """
+    compiled = compile_for(config, cluster)
+    program = read_program(compiled.program)
+    facts = _facts(config, compiled, program, cluster)
+    if compiled.platform != "gpu":
+        return {**facts, "time": None, "money": None, "advice": None}, []
+    replayed = replay(program, cluster, compiled.axes, lambda origin: "/optimizer/" in origin)
+    rate = facts["tokens_an_update"] / replayed.seconds
+    peak = cluster.gpu.peaks.get("bfloat16", cluster.gpu.peaks["float32"])
+    facts["time"] = {
+        "step_seconds": replayed.seconds,
+        "tokens_per_second": rate,
+        "tokens_per_second_a_gpu": rate / cluster.gpus,
+        "mfu": facts["flops_an_update"] / replayed.seconds / (peak * cluster.gpus),
+        "parts": dict(sorted(replayed.parts.items(), key=lambda part: -part[1])),
+        "communication": dict(replayed.communication),
+        "hidden": {
+            axes: seconds - replayed.parts.get(f"exposed {axes}", 0.0)
+            for axes, seconds in replayed.communication.items()
+        },
+        "kernels": replayed.kernels,
+    }
+    chosen = {} if failures_a_gpu_day is None else {"failures_a_gpu_day": failures_a_gpu_day}
+    facts["money"] = None
+    if facts["updates"] is not None:  # it is not where epochs are asked for of a dataset that is not there
+        facts["money"] = asdict(money(replayed.seconds, facts["updates"], cluster, price=price, **chosen))
+    facts["advice"] = advice(facts, cluster)
+    return facts, replayed.events
+
+
+def _facts(config: Config, compiled: Compiled, program: Program, cluster: Cluster | None) -> dict[str, Any]:
+    """What the compiled program says by itself."""
+    tokens = compiled.microsteps * compiled.rows * compiled.sequence_length
+    axes = compiled.axes
+    capacity = None if cluster is None else int(cluster.gpu.memory_bytes) - RESERVED_BYTES
     return {
-        "devices": run.mesh.devices.size,
-        "device_kind": run.mesh.devices.flat[0].device_kind,
-        "mesh": dict(run.mesh.shape),
-        "microsteps": microsteps,
-        "sequence_length": length,
+        "cluster": cluster and cluster.name,
+        "platform": compiled.platform,
+        "devices": math.prod(axes.values()),
+        "device_kind": compiled.device_kind if cluster is None else cluster.gpu.name,
+        "mesh": axes,
+        "microsteps": compiled.microsteps,
+        "sequence_length": compiled.sequence_length,
         "parameters": parameter_count(config.model),
         "tokens_an_update": tokens,
-        "flops_an_update": flops_per_token(config.model, length) * tokens,
-        "compile_seconds": seconds,
-        "memory": {
-            "arguments": memory.argument_size_in_bytes,
-            "outputs": memory.output_size_in_bytes,
-            "aliased": memory.alias_size_in_bytes,
-            "temporaries": memory.temp_size_in_bytes,
-            "peak": memory.argument_size_in_bytes
-            + memory.output_size_in_bytes
-            - memory.alias_size_in_bytes
-            + memory.temp_size_in_bytes,
-        },
-        "collectives": [
-            collective.as_dict() for collective in collectives(read_program(compiled.as_text()), run.mesh.shape)
-        ],
+        "flops_an_update": flops_per_token(config.model, compiled.sequence_length) * tokens,
+        "updates": lengths_of(config, phases_of(config), None).steps,
+        "compile_seconds": compiled.compile_seconds,
+        "compiler_memory": compiled.compiler_memory,
+        "memory": {**compiled.memory, "peak": compiled.peak, "capacity": capacity},
+        "collectives": [collective.as_dict() for collective in collectives(program, axes)],
     }
 
 
@@ -77,20 +119,3 @@ def in_one_process(cluster: ClusterConfig) -> ClusterConfig:
     """One process with the simulated devices of all, whatever environment it is started in."""
     simulate = cluster.simulate and cluster.simulate * (cluster.processes or 1)
     return cluster.model_copy(update={"processes": 1, "process_id": 0, "coordinator": None, "simulate": simulate})
-
-
-def build_without_data(config: Config) -> Run:
-    """The run that `train` would build on the devices of this process, also where there is no dataset yet.
-
-    Raises:
-        Refused: the config does not fit the devices.
-    """
-    found = [TokenDataset.find(source.path, config.data.tokenizer) for source in config.data.sources.values()]
-    first = found[0]
-    rows = (
-        UPDATES_AN_EPOCH * config.batch.global_size
-        if first is None
-        else EndToEnd(first, config.data.sequence_length).rows
-    )
-    mask_id = 0 if first is None else first.mask_id
-    return build(config, jax.devices(), make_timeline(config, phases_of(config), rows), mask_id)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from jaxscale.hardware import Cluster
 from jaxscale.plan.collectives import KINDS, Collective, collective
@@ -19,24 +18,12 @@ from jaxscale.plan.cost import Group, collective_seconds
 from jaxscale.plan.groups import groups_of
 from jaxscale.plan.kernels import kernel
 from jaxscale.plan.program import Computation, Instruction, Program
+from jaxscale.report.timeline import Span
 
 LINKS, NETWORK, COMPUTE = "links", "network", "compute"
 """Lanes."""
 MOST_EVENTS = 20_000
 """Events that are kept for the picture; later iterations of loops beyond them are not drawn."""
-
-
-class Event(NamedTuple):
-    """Something that takes a lane for a time."""
-
-    lane: str
-    name: str
-    """What the program calls it."""
-    kind: str
-    """`matmul`, `attention`, `memory`, `optimizer`, or of a collective its kind and axes."""
-    begin: float
-    """Seconds from the step's begin."""
-    end: float
 
 
 @dataclass
@@ -52,7 +39,8 @@ class Replay:
     flops: float = 0.0
     """Of matrix products and attention, those of recomputation too."""
     kernels: int = 0
-    events: list[Event] = field(default_factory=list)
+    events: list[Span] = field(default_factory=list)
+    """What takes a lane when; named as the program does, of the kinds of `parts` or a collective's kind and axes."""
 
 
 @dataclass
@@ -115,7 +103,7 @@ def replay(program: Program, cluster: Cluster, axes: Mapping[str, int], in_optim
         if launched is None:
             return
         kind = "optimizer" if launched.kind == "memory" and in_optimizer(instruction.origin) else launched.kind
-        event = Event(COMPUTE, instruction.name, kind, lanes.now, lanes.now + launched.seconds)
+        event = Span(COMPUTE, instruction.name, kind, lanes.now, lanes.now + launched.seconds)
         lanes.now = event.end
         record.parts[kind] += launched.seconds
         record.flops += launched.flops
@@ -130,7 +118,7 @@ def replay(program: Program, cluster: Cluster, axes: Mapping[str, int], in_optim
         lanes.free[lane] = begin + seconds
         lanes.pending[instruction.name] = begin + seconds, over
         record.communication[over] += seconds
-        record.events.append(Event(lane, instruction.name, f"{found.kind} {over}", begin, begin + seconds))
+        record.events.append(Span(lane, instruction.name, f"{found.kind} {over}", begin, begin + seconds))
 
     def wait(name: str, record: Replay) -> None:
         end, over = lanes.pending.pop(name, (0.0, ""))

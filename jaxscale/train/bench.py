@@ -18,7 +18,7 @@ from jaxscale.data.loader import Reading
 from jaxscale.data.mixture import Mixture, make_order, open_mixture
 from jaxscale.data.order import Order
 from jaxscale.flops import flops_per_token
-from jaxscale.hardware import GPUS
+from jaxscale.hardware import known
 from jaxscale.train.build import Run, build, make_timeline
 
 GOOD_MFU = 0.5
@@ -58,8 +58,8 @@ def bench(config: Config, seconds: float) -> dict[str, Any]:
         "settings": [{**_keys(reading), "tokens_per_second": found} for reading, found in measured.items()],
         "recommended": {**_keys(best), "tokens_per_second": measured[best]},
         "gpus": {
-            gpu.device_kind: None if gpu.bfloat16 is None else measured[best] * flops / (GOOD_MFU * gpu.bfloat16)
-            for gpu in GPUS
+            gpu.name: measured[best] * flops / (GOOD_MFU * gpu.peaks["bfloat16"]) if "bfloat16" in gpu.peaks else None
+            for gpu in known().gpus.values()
         },
     }
 

@@ -23,6 +23,8 @@ MASKS, DROPOUT = 1, 2
 """Purposes of random draws inside the step; each has a stream of its own under the run's seed."""
 
 Metrics = dict[str, jax.Array]
+OPTIMIZER = "optimizer"
+"""What profiles and plans call the operations of the optimizer."""
 
 
 def make_train_step(
@@ -63,13 +65,14 @@ def make_train_step(
         losses = {name: term.total / jnp.maximum(term.items, 1) for name, term in terms.items()}
         gradient_norm = optax.tree.norm(gradient)
         finite = jnp.isfinite(losses["loss"]) & jnp.isfinite(gradient_norm)
-        updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        params, optimizer_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old),
-            (params, optimizer_state),
-            (state.params, state.optimizer_state),
-        )
+        with jax.named_scope(OPTIMIZER):
+            updates, optimizer_state = optimizer.update(gradient, state.optimizer_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            params, optimizer_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old),
+                (params, optimizer_state),
+                (state.params, state.optimizer_state),
+            )
         metrics = {
             **losses,
             "grad_norm": gradient_norm,

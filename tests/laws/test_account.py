@@ -10,7 +10,7 @@ import pytest
 from jaxscale.config.load import load
 from jaxscale.config.model import ModelConfig
 from jaxscale.flops import flops_per_token, parameter_count
-from jaxscale.hardware import GPUS, peak_flops
+from jaxscale.hardware import known, peak_flops
 from jaxscale.runtime.ledger import read_attempts, read_totals
 from tests.command import Workplace
 
@@ -76,7 +76,7 @@ def test_parameters_by_hand() -> None:
 def test_peaks(kind: str, dtype: str, peak: float | None) -> None:
     """Devices are told apart by what jax calls them; what is not known is None, never a guess."""
     assert peak_flops(kind, dtype) == peak
-    assert all(gpu.source for gpu in GPUS)
+    assert all(gpu.source and gpu.calibration.source for gpu in known().gpus.values())
 
 
 def test_ledger_of_a_run_adds_up_to_the_wall_clock(tmp_path: Path) -> None:

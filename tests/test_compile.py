@@ -82,6 +82,9 @@ def test_a_faster_cluster_is_faster(capsys: pytest.CaptureFixture[str], tmp_path
     fast = plan(capsys, *SMALL, "--cluster", "h100-sxm:4x2", "--timeline", str(tmp_path / "step.json"))
     slower = plan(capsys, *SMALL, "--cluster", "slow:4", "--hardware", str(slow))
     assert slower["time"]["step_seconds"] > 2 * fast["time"]["step_seconds"]
+    memory = fast["memory"]
+    assert sum(size for name, size in memory.items() if name not in ("peak", "capacity")) == memory["peak"]
+    assert memory["gradients"] > 0 and memory["saved_activations"] > 0
     assert slower["memory"]["peak"] == fast["memory"]["peak"] < fast["memory"]["capacity"]
     assert any("waits for the axis fsdp" in text for text in slower["advice"])
     assert {event["ph"] for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"]} == {"M", "X"}

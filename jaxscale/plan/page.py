@@ -23,7 +23,11 @@ PARTS = {
     "batch": "batch",
     "other_state": "other state",
     "outputs": "results that are not in the state's place",
-    "temporaries": "gradients, activations and other temporaries",
+    "gradients": "gradients",
+    "saved_activations": "activations saved for the backward pass",
+    "gathered_parameters": "gathered parameters",
+    "logits": "logits",
+    "temporaries": "other temporaries",
 }
 """Names of the parts of a device's memory."""
 KINDS = {"matmul": "matrix products", "attention": "attention", "memory": "other kernels", "optimizer": "optimizer"}
@@ -63,7 +67,7 @@ def _update(facts: Mapping[str, Any]) -> str:
 
 def _memory(memory: Mapping[str, int]) -> str:
     """What a device holds at once."""
-    lines = [_line(f"  {name}", decimal(memory[key])) for key, name in PARTS.items() if memory[key]]
+    lines = [_line(f"  {name}", decimal(memory[key])) for key, name in PARTS.items() if memory.get(key)]
     lines.append(_line("  together", decimal(memory["peak"])))
     if memory["capacity"] is not None:
         left = memory["capacity"] - memory["peak"]

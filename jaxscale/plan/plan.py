@@ -13,6 +13,7 @@ from jaxscale.hardware import RESERVED_BYTES, Cluster
 from jaxscale.plan.advice import advice
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.compile import Compiled, build_without_data, compile_for, compile_step
+from jaxscale.plan.liveness import parts_of_temporaries
 from jaxscale.plan.money import money
 from jaxscale.plan.program import Program, read_program
 from jaxscale.plan.replay import replay
@@ -95,6 +96,7 @@ def _facts(config: Config, compiled: Compiled, program: Program, cluster: Cluste
     """What the compiled program says by itself."""
     tokens = compiled.microsteps * compiled.rows * compiled.sequence_length
     axes = compiled.axes
+    temporaries = parts_of_temporaries(program, config.model, compiled.sequence_length, compiled.memory["temporaries"])
     capacity = None if cluster is None else int(cluster.gpu.memory_bytes) - RESERVED_BYTES
     return {
         "cluster": cluster and cluster.name,
@@ -110,7 +112,7 @@ def _facts(config: Config, compiled: Compiled, program: Program, cluster: Cluste
         "updates": lengths_of(config, phases_of(config), None).steps,
         "compile_seconds": compiled.compile_seconds,
         "compiler_memory": compiled.compiler_memory,
-        "memory": {**compiled.memory, "peak": compiled.peak, "capacity": capacity},
+        "memory": {**compiled.memory, **temporaries, "peak": compiled.peak, "capacity": capacity},
         "collectives": [collective.as_dict() for collective in collectives(program, axes)],
     }
 

@@ -138,7 +138,7 @@ def generate(
 
 @app.command()
 def plan(
-    config: ConfigFile,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; with --check the directory of a run.")],
     overrides: Overrides = None,
     cluster: Annotated[
         str | None, typer.Option(metavar="GPU:HOSTSxGPUS", help="What to compile for, such as h100-sxm:64x8.")
@@ -147,13 +147,15 @@ def plan(
     price: Annotated[float | None, typer.Option(min=0, help="Of a GPU-hour.")] = None,
     failures: Annotated[float | None, typer.Option(min=0, help="That end a run, for each GPU and day.")] = None,
     timeline: Annotated[Path | None, typer.Option(help="A file for one step: .png, .html or .json (Perfetto).")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Hold a finished run, CONFIG, against its plan.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compile the training step for GPUs that are not there: memory, communication, time, money, advice.
 
     Without --cluster it is compiled for the devices that the config simulates, and says memory and collectives only.
     """
-    loaded = load(config, overrides or ())
+    loaded = _load_run(config, overrides) if check else load(config, overrides or ())
+    from jaxscale.plan.check import check as check_run
     from jaxscale.plan.page import page
     from jaxscale.plan.plan import plan as make_plan
     from jaxscale.plan.plan import plan_here
@@ -164,6 +166,8 @@ def plan(
         from jaxscale.hardware import hardware as read_hardware
 
         facts, spans = make_plan(loaded, read_hardware(hardware).cluster(cluster), price, failures)
+    if check:
+        facts["check"] = check_run(loaded.run_dir, facts)
     if timeline is not None:
         from jaxscale.report.timeline import write_timeline
 

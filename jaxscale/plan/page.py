@@ -43,6 +43,8 @@ def page(facts: Mapping[str, Any]) -> str:
             *([_money(facts["money"])] if facts["money"] else []),
             _advice(facts["advice"]),
         ]
+    if "check" in facts:
+        blocks.append(_check(facts["check"]))
     if facts["platform"] == "cpu":
         blocks.append(CPU if facts["cluster"] is None else f"{CPU}\n{NO_COMPILER}")
     return "\n\n".join(block for block in blocks if block)
@@ -142,6 +144,18 @@ def _advice(advice: Sequence[str]) -> str:
     """A paragraph for each piece of advice."""
     lines = [textwrap.fill(text, WIDTH, initial_indent="  - ", subsequent_indent="    ") for text in advice]
     return "\n".join(["Advice", *lines])
+
+
+def _check(check: Mapping[str, Any]) -> str:
+    """What was measured beside what was planned."""
+    return "\n".join(
+        [
+            _line("Measured, an update", f"{check['measured_seconds']:.3f} s"),
+            _line("  of which nine in ten take", f"{check['fastest_seconds']:.3f} to {check['slowest_seconds']:.3f} s"),
+            _line("  updates", f"{check['updates']:,}"),
+            _line("  over planned", f"{check['ratio']:.2f}"),
+        ]
+    )
 
 
 def _line(name: str, value: str) -> str:

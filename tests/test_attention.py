@@ -251,7 +251,9 @@ def test_no_gradient_crosses_documents(model: str) -> None:
 def serves_documents_here(implementation: str) -> bool:
     """Whether an implementation can honour a document mask on this process's devices."""
     try:
-        choose_implementation(implementation, jax.default_backend(), documents=True, dtype=jnp.dtype(jnp.float32))
+        choose_implementation(
+            implementation, jax.default_backend(), documents=True, dtype=jnp.dtype(jnp.float32), head_dim=64
+        )
     except Refused:
         return False
     return implementation != "auto"
@@ -319,20 +321,25 @@ def test_choice_of_an_implementation() -> None:
     """`auto` takes cuDNN on GPUs, in half precision, without a document mask; asked for elsewhere, it is refused."""
     half, full = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
     for asked in ("auto", "cudnn"):
-        assert choose_implementation(asked, "gpu", documents=False, dtype=half) == "cudnn"
-        assert choose_implementation(asked, "gpu", documents=False, dtype=jnp.dtype(jnp.float16)) == "cudnn"
-    assert choose_implementation("blockwise", "gpu", documents=False, dtype=half) == "blockwise"
-    obstacles: list[tuple[str, bool, jnp.dtype, str]] = [
-        ("cpu", False, half, "cpu"),
-        ("gpu", True, half, "data.attend_across_documents"),
-        ("gpu", False, full, "precision.compute is float32"),
+        assert choose_implementation(asked, "gpu", documents=False, dtype=half, head_dim=64) == "cudnn"
+        assert (
+            choose_implementation(asked, "gpu", documents=False, dtype=jnp.dtype(jnp.float16), head_dim=64) == "cudnn"
+        )
+    assert choose_implementation("blockwise", "gpu", documents=False, dtype=half, head_dim=64) == "blockwise"
+    obstacles: list[tuple[str, bool, jnp.dtype, int, str]] = [
+        ("cpu", False, half, 64, "cpu"),
+        ("gpu", True, half, 64, "data.attend_across_documents"),
+        ("gpu", False, full, 64, "precision.compute is float32"),
+        ("gpu", False, half, 160, "heads are 160 wide, it takes multiples of 8 up to 128"),
+        ("gpu", False, half, 60, "heads are 60 wide"),
     ]
-    for platform, documents, dtype, reason in obstacles:
-        assert choose_implementation("auto", platform, documents=documents, dtype=dtype) == "blockwise"
+    for platform, documents, dtype, head_dim, reason in obstacles:
+        found = choose_implementation("auto", platform, documents=documents, dtype=dtype, head_dim=head_dim)
+        assert found == "blockwise"
         with pytest.raises(Refused, match=rf'model\.attention = "cudnn".*{re.escape(reason)}.*"auto" or "blockwise"'):
-            choose_implementation("cudnn", platform, documents=documents, dtype=dtype)
+            choose_implementation("cudnn", platform, documents=documents, dtype=dtype, head_dim=head_dim)
     with pytest.raises(Refused, match=r"cpu devices; data.*; precision"):
-        choose_implementation("cudnn", "cpu", documents=True, dtype=full)
+        choose_implementation("cudnn", "cpu", documents=True, dtype=full, head_dim=64)
 
 
 def test_cudnn_is_refused_where_it_is_called() -> None:

@@ -20,6 +20,10 @@ from jaxscale.model.layers import Linear, Norm, rotate
 from jaxscale.parallel.sharding import constrain
 
 
+CUDNN_HEAD_DIM = 128
+"""Widest head that cuDNN's attention has a kernel for on every GPU that has one at all."""
+
+
 class Cache(NamedTuple):
     """Keys and values of the tokens seen so far, each `[batch, longest, kv_heads, head_dim]` in the compute dtype."""
 
@@ -103,7 +107,11 @@ def attention(
         Refused: the implementation asked for cannot honour the mask, or does not exist on the mesh's devices.
     """
     chosen = choose_implementation(
-        implementation, _platform(), documents=mask.segments is not None, dtype=queries.dtype
+        implementation,
+        _platform(),
+        documents=mask.segments is not None,
+        dtype=queries.dtype,
+        head_dim=queries.shape[-1],
     )
     if chosen == "cudnn":
         # A row of nothing but padding keeps one key: its output counts nothing, but must not be 0 / 0.
@@ -120,10 +128,10 @@ def attention(
     return blockwise(queries, keys, values, mask)
 
 
-def choose_implementation(asked: str, platform: str, *, documents: bool, dtype: jnp.dtype) -> str:
+def choose_implementation(asked: str, platform: str, *, documents: bool, dtype: jnp.dtype, head_dim: int) -> str:
     """Either "cudnn" or "blockwise", by what the devices (`platform`) and the mask allow.
 
-    cuDNN's kernel has no document mask but a bias of the size of the scores, and no float32.
+    cuDNN's kernel has no document mask but a bias of the size of the scores, no float32, and heads of limited width.
 
     Raises:
         Refused: `asked` is "cudnn" where it cannot serve.
@@ -135,6 +143,8 @@ def choose_implementation(asked: str, platform: str, *, documents: bool, dtype: 
         obstacles.append("data.attend_across_documents = false needs a document mask")
     if dtype not in (jnp.bfloat16, jnp.float16):
         obstacles.append(f"precision.compute is {jnp.dtype(dtype).name}, it takes bfloat16")
+    if head_dim > CUDNN_HEAD_DIM or head_dim % 8:
+        obstacles.append(f"heads are {head_dim} wide, it takes multiples of 8 up to {CUDNN_HEAD_DIM}")
     if asked == "cudnn" and obstacles:
         raise Refused(f'model.attention = "cudnn" cannot be used: {"; ".join(obstacles)}; use "auto" or "blockwise"')
     return "blockwise" if obstacles or asked == "blockwise" else "cudnn"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -89,7 +90,12 @@ def compile_for(config: Config, cluster: Cluster) -> Compiled:
         "gpus_a_host": cluster.gpus_a_host,
         "target": target and target_text(cluster, target),
     }
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_TRACEBACK_FILTERING": "off",
+    }
     with tempfile.TemporaryDirectory(prefix="jaxscale-plan-") as name:
         folder = Path(name)
         (folder / "request.json").write_text(json.dumps(request))
@@ -98,10 +104,18 @@ def compile_for(config: Config, cluster: Cluster) -> Compiled:
         if done.returncode == REFUSED:
             raise Refused(done.stderr.strip())
         if done.returncode:
-            reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-            raise Fault(f"the step could not be compiled for {cluster.name}: {reason[0]}")
+            raise Fault(f"the step could not be compiled for {cluster.name}: {_reason(done)}")
         facts = json.loads((folder / "compiled.json").read_text())
         return Compiled(**facts, program=(folder / "program.txt").read_text())
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    """Why a process that compiles failed, in a line: the last exception that it told, or how it ended."""
+    told = [line for line in done.stderr.splitlines() if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
+    if told:
+        return told[-1]
+    ended = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+    return f"its process ended with {ended}"
 
 
 def compile_step(run: Run, options: Mapping[str, Any] | None = None) -> Compiled:

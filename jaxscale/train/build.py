@@ -191,6 +191,7 @@ def build(config: Config, devices: Sequence[jax.Device], timeline: Timeline, mas
         platform,
         documents=not config.data.attend_across_documents,
         dtype=precision.compute,
+        head_dim=config.model.width_of_head,
     )
     if config.objective.kind == "masked" and config.objective.mask_id is None and mask_id is None:
         raise Refused(

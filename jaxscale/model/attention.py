@@ -19,7 +19,6 @@ from jaxscale.model.blockwise import Mask, blockwise, whole
 from jaxscale.model.layers import Linear, Norm, rotate
 from jaxscale.parallel.sharding import constrain
 
-
 CUDNN_HEAD_DIM = 128
 """Widest head that cuDNN's attention has a kernel for on every GPU that has one at all."""
 

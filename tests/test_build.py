@@ -368,3 +368,33 @@ def test_killed_while_the_datasets_are_assembled(
     monkeypatch.undo()
     build(config(tmp_path, **settings(corpus, workers=1)))
     assert same(tmp_path, undisturbed)
+
+
+BUILD = """
+import resource, sys
+from jaxscale.cli import main
+assert main(["data", "build", sys.argv[1]]) == 0
+print(max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+"""
+
+
+@pytest.mark.parametrize(("tokenizer", "most"), [("bytes", 5.2), ("t.json", 3.5)])
+def test_memory_for_a_long_line(corpus: Path, tmp_path: Path, tokenizer: str, most: float) -> None:
+    """What a line of 41 million bytes needs more than one of a million, for each byte of it."""
+    memory = {}
+    for millions in (1, 41):
+        folder = tmp_path / str(millions)
+        folder.mkdir()
+        sentence = " ".join(WORDS) + ". "
+        jsonl(folder / "one.jsonl", [sentence * (millions * 10**6 // len(sentence))])
+        name = tokenizer if tokenizer == "bytes" else f"{corpus}/{tokenizer}"
+        (folder / "build.toml").write_text(
+            f'[data]\ntrain = "{folder}/train"\n[data.build]\nfiles = ["{folder}/one.jsonl"]\n'
+            f'tokenizer = "{name}"\nworkers = 1\n'
+        )
+        command = [sys.executable, "-c", BUILD, f"{folder}/build.toml"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        memory[millions] = int(done.stdout.split()[-1]) * 1024
+    assert memory[41] - memory[1] < most * 40 * 10**6
+    assert TokenDataset.open(tmp_path / "41" / "train").documents == 1

@@ -78,7 +78,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text, `[tokens] uint32`, without markers and independent of the other texts."""
+        """Ids of each text, `[tokens]` of `dtype`, without markers and independent of the other texts."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -87,6 +87,11 @@ class Tokenizer(ABC):
     @abstractmethod
     def token_id(self, token: str) -> int | None:
         """Id of a token by its spelling; None if there is none."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """In which ids are stored: uint16 if it holds all of them, else uint32."""
+        return np.dtype(np.uint16 if self.vocabulary_size <= 2**16 else np.uint32)
 
     @property
     def engine(self) -> str:
@@ -124,7 +129,7 @@ class ByteTokenizer(Tokenizer):
         )
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+        return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
 
     def token_id(self, token: str) -> int | None:
         return {BEGIN: self.begin_id, END: self.end_id, MASK: self.mask_id}.get(token)
@@ -148,8 +153,8 @@ class FileTokenizer(Tokenizer):
         encode = self._run_library if self.fast is None else self._run_tiktoken
         for group in _groups((owner, piece) for owner, text in enumerate(texts) for piece in pieces(text)):
             for (owner, _), ids in zip(group, encode([piece for _, piece in group]), strict=True):
-                parts[owner].append(ids)
-        encoded = [np.concatenate(part) if part else np.zeros(0, np.uint32) for part in parts]
+                parts[owner].append(ids.astype(self.dtype))
+        encoded = [np.concatenate(part) if part else np.zeros(0, self.dtype) for part in parts]
         markers = [i for i in (self.end_id, self.begin_id, self.mask_id) if i is not None]
         for ids, text in zip(encoded, texts, strict=True):
             found = next((marker for marker in markers if (ids == marker).any()), None)

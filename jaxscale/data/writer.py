@@ -28,7 +28,7 @@ class ShardWriter:
         self.folder = folder
         self.vocabulary_size = tokenizer.vocabulary_size
         self.shard_tokens = shard_tokens
-        self.dtype = np.dtype(np.uint16 if tokenizer.vocabulary_size <= 2**16 else np.uint32)
+        self.dtype = tokenizer.dtype
         self.documents, self.tokens, self.text_bytes = 0, 0, 0
         self._shards: list[Shard] = []
         self._file: BinaryIO | None = None
@@ -53,7 +53,7 @@ class ShardWriter:
         if self._file is None:
             self._file = open(self.folder / tokens_file(len(self._shards)), "w+b")  # noqa: SIM115
             _write_header(self._file, self.dtype, 0)
-        self._file.write(ids.astype(self.dtype).tobytes())
+        self._file.write(np.ascontiguousarray(ids, self.dtype).data)
         self._ends.append((self._ends[-1] if self._ends else 0) + len(ids))
         if origin is not None:
             self._origins = self._origins or OriginWriter(self.folder / origins_file(len(self._shards)))
@@ -135,9 +135,8 @@ def complete(
 
     A dataset that is there already stays if it is the same one; else Refused is raised.
     """
-    dtype = "uint16" if tokenizer.vocabulary_size <= 2**16 else "uint32"
     tokenizer.save(folder / "tokenizer.json")
-    (folder / MANIFEST).write_text(manifest_text(tokenizer, dtype, shards, text_bytes, how_built))
+    (folder / MANIFEST).write_text(manifest_text(tokenizer, tokenizer.dtype.name, shards, text_bytes, how_built))
     fingerprint = TokenDataset.open(folder).fingerprint
     try:
         folder.rename(target)

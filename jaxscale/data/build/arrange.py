@@ -60,11 +60,11 @@ class Arrangement:
 
 
 def encoded(arranged: Sequence[list[int | str]], tokenizer: Tokenizer) -> list[np.ndarray | None]:
-    """Stored ids of documents, `[tokens] uint32`; None for one of which the tokenizer's normaliser left nothing."""
+    """Stored ids of documents, `[tokens]` of the tokenizer's `dtype`; None where its normaliser left nothing."""
     texts = iter(tokenizer.encode_batch([part for parts in arranged for part in parts if isinstance(part, str)]))
     found: list[np.ndarray | None] = []
     for parts in arranged:
-        arrays = [next(texts) if isinstance(part, str) else np.array([part], np.uint32) for part in parts]
+        arrays = [next(texts) if isinstance(part, str) else np.array([part], tokenizer.dtype) for part in parts]
         empty = not any(len(ids) for ids, part in zip(arrays, parts, strict=True) if isinstance(part, str))
         found.append(None if empty else np.concatenate(arrays))
     return found

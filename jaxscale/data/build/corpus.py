@@ -20,6 +20,8 @@ from jaxscale.config.expression import Expression
 from jaxscale.data.build.readers import CorpusFile, Entry, Part, entries, is_splittable
 from jaxscale.data.build.tally import MALFORMED, Place, Tally
 
+CHUNK = 2**20
+"""Characters whose bytes are counted at one time, so that a long text is not copied for that."""
 NOT_LIBRARY = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 """Folders under the standard library that are not part of the corpus `python-stdlib`; `encodings` is number tables."""
 
@@ -91,7 +93,7 @@ def documents(task: Iterable[Part], settings: BuildConfig, tally: Tally) -> Iter
             reason = ""
             if text is not None:
                 try:
-                    size = len(text.encode())
+                    size = sum(len(text[at : at + CHUNK].encode()) for at in range(0, len(text), CHUNK))
                     reason = _reason_to_leave_out(text, entry, settings, keep)
                 except ValueError as error:  # half a surrogate pair is no text, and a filter may not be applicable
                     complaint = str(error)

@@ -156,15 +156,17 @@ def _lines(part: Part, settings: BuildConfig, fields: frozenset[str]) -> Iterato
                 break
             number += 1
             reached = min(stored.tell(), part.end) if compressed else min(position + len(line), part.end)
-            yield _line(line, number, position, reached - told, settings.text_field)
-            position, told = position + len(line), reached
+            entry, position = _line(line, number, position, reached - told, settings.text_field), position + len(line)
+            del line  # a long one is not held beside its text
+            yield entry
+            told = reached
         if (number or part.start) and part.end > told:
             yield Entry(number, position, part.end - told)
 
 
 def _line(line: bytes, number: int, position: int, read: int, text_field: str) -> Entry:
     content = line if position else line.removeprefix(codecs.BOM_UTF8)
-    if not content.strip():
+    if not content or content.isspace():
         return Entry(number, position, read, blank=True)
     try:
         fields = _object(content)

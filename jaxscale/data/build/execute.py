@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from ctypes import c_byte
 from multiprocessing.sharedctypes import Synchronized
-from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from jaxscale.config.errors import Fault
@@ -69,8 +69,9 @@ def _bytes_of(work: Work, stage: str, numbers: Sequence[int]) -> int:
 
 def _in_processes(work: Work, stage: str, missing: Sequence[int], workers: int, told: Told) -> None:
     context = multiprocessing.get_context("forkserver")  # plain forks of a process with threads may hang
+    # A worker may be killed while it holds a lock, so this process takes none that it shares with them.
     read: Synchronized[int] = context.Value("q", 0)
-    stop = context.Event()
+    stop = context.Value("b", False, lock=False)
     threads = max(1, usable_cpus() // workers)
     pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(work.folder, read, stop, threads))
     try:
@@ -78,7 +79,7 @@ def _in_processes(work: Work, stage: str, missing: Sequence[int], workers: int, 
         told_of = 0
         while waiting:
             done, waiting = wait(waiting, PAUSE, FIRST_EXCEPTION)
-            so_far = read.value
+            so_far = read.get_obj().value
             told.advance(so_far - told_of)
             told_of = so_far
             for future in done:
@@ -89,14 +90,14 @@ def _in_processes(work: Work, stage: str, missing: Sequence[int], workers: int, 
             f"with data.build.workers below {workers} if memory is short"
         ) from error
     finally:
-        stop.set()
+        stop.value = True
         pool.shutdown(cancel_futures=True)
 
 
 _worker: Callable[[str, int], None]
 
 
-def _begin(folder: Path, read: Synchronized[int], stop: Event, threads: int) -> None:
+def _begin(folder: Path, read: Synchronized[int], stop: c_byte, threads: int) -> None:
     """In a worker: what all of its tasks share."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command, which sets `stop`
@@ -105,7 +106,7 @@ def _begin(folder: Path, read: Synchronized[int], stop: Event, threads: int) -> 
     work = Work.open(folder)
 
     def advance(count: int) -> None:
-        if stop.is_set():
+        if stop.value:
             raise Fault("another task of the build has failed")
         with read.get_lock():
             read.value += count

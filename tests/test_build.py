@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -22,6 +23,7 @@ import pytest
 
 from jaxscale.config.data import BuildConfig, FillInMiddleConfig
 from jaxscale.config.errors import Fault, Refused
+from jaxscale.data.build import execute
 from jaxscale.data.build.corpus import corpus_files, documents, tasks
 from jaxscale.data.build.prepare import build, prepare_tokenizer
 from jaxscale.data.build.tally import Tally
@@ -181,6 +183,19 @@ def test_a_build_killed_at_random_points_resumes_to_the_same_bytes(
                 assert path.stat().st_ino == inode, "a finished task was done again"
         time.sleep(0.02)
     assert process.returncode == 0 and same(tmp_path, undisturbed)
+
+
+def test_workers_that_never_end_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits for the lock of a killed one would wait for ever; one that ends by itself is waited for."""
+    monkeypatch.setattr(execute, "ENDING", 6.0)
+    context = multiprocessing.get_context("spawn")
+    stuck, fine = (context.Process(target=time.sleep, args=(seconds,)) for seconds in (600, 0.1))
+    for process in (stuck, fine):
+        process.start()
+    execute._wait_for([stuck, fine])
+    for process, code in ((stuck, -signal.SIGKILL), (fine, 0)):
+        process.join(10)
+        assert process.exitcode == code
 
 
 def test_what_is_wrong_in_one_task_stops_all_and_is_told(corpus: Path, tmp_path: Path) -> None:

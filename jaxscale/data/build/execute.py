@@ -6,12 +6,16 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from ctypes import c_byte
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
+from typing import cast
 
 from jaxscale.config.errors import Fault
 from jaxscale.data.build.encode import perform
@@ -22,6 +26,8 @@ TOLD = {SEEN: "looking for duplicates", REPEATED: "comparing duplicates"}
 """What a stage is called while it runs; the others encode."""
 PAUSE = 0.5
 """Seconds between two looks at how far the workers are."""
+ENDING = 10.0
+"""Seconds that workers may take to end, when all is done or one task has failed."""
 
 
 def run(work: Work, workers: int, progress: Progress) -> None:
@@ -72,7 +78,7 @@ def _in_processes(work: Work, stage: str, missing: Sequence[int], workers: int, 
     # A worker may be killed while it holds a lock, so this process takes none that it shares with them.
     read: Synchronized[int] = context.Value("q", 0)
     stop = context.Value("b", False, lock=False)
-    threads = max(1, usable_cpus() // workers)
+    threads, others = max(1, usable_cpus() // workers), set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(work.folder, read, stop, threads))
     try:
         waiting: set[Future[None]] = {pool.submit(_perform, stage, number) for number in missing}
@@ -91,7 +97,19 @@ def _in_processes(work: Work, stage: str, missing: Sequence[int], workers: int, 
         ) from error
     finally:
         stop.value = True
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
+        _wait_for(set(multiprocessing.active_children()) - others)
+
+
+def _wait_for(workers: Collection[BaseProcess]) -> None:
+    """Return when all workers have ended. One that was killed while idle held the lock behind which the others look for
+    work; they would wait for ever, and are killed, too."""
+    deadline, left = time.monotonic() + ENDING, {worker.sentinel: worker for worker in workers}
+    while left and (patience := deadline - time.monotonic()) > 0:
+        for sentinel in connection.wait(list(left), patience):
+            left.pop(cast(int, sentinel))
+    for worker in left.values():
+        worker.kill()
 
 
 _worker: Callable[[str, int], None]

@@ -48,7 +48,7 @@ class Row:
     @property
     def framework(self) -> str:
         """Its name without version and remarks."""
-        return re.sub(r"\s*(\(.*|\d+[\d.-]*.*)$", "", self["framework"]).strip()
+        return re.sub(r"\s+(\(|\d).*$", "", self["framework"])
 
     @property
     def step_seconds(self) -> float | None:

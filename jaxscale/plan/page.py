@@ -16,7 +16,8 @@ Compiled for CPU devices: the compiler of GPUs fuses and schedules otherwise,
 so take memory and collectives as approximate."""
 NO_COMPILER = """\
 The GPU compiler is not installed (pip install 'jaxscale[plan]'), or does not
-know this GPU: times, costs and advice are left out."""
+know this GPU: times, and what follows from them, are by formulas that do not
+see the program, and approximate, too."""
 PARTS = {
     "parameters": "parameters",
     "optimizer": "optimizer state",

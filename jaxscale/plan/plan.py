@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from jaxscale.config.phases import lengths_of, phases_of
 from jaxscale.config.schema import ClusterConfig, Config
 from jaxscale.flops import flops_per_token, parameter_count
 from jaxscale.hardware import RESERVED_BYTES, Cluster
 from jaxscale.plan.advice import advice
+from jaxscale.plan.analytical import estimate
 from jaxscale.plan.collectives import collectives
 from jaxscale.plan.compile import Compiled, build_without_data, compile_for, compile_step
+from jaxscale.plan.layout import Layout
 from jaxscale.plan.liveness import parts_of_temporaries
 from jaxscale.plan.money import money
 from jaxscale.plan.program import Program, read_program
-from jaxscale.plan.replay import replay
+from jaxscale.plan.replay import Replay, replay
 from jaxscale.report.timeline import Span
 
 
@@ -45,7 +47,8 @@ def plan_here(config: Config) -> tuple[dict[str, Any], list[Span]]:
 def plan(
     config: Config, cluster: Cluster, price: float | None = None, failures_a_gpu_day: float | None = None
 ) -> tuple[dict[str, Any], list[Span]]:
-    """The step compiled for a cluster that is not there, and replayed on it.
+    """The step compiled for a cluster that is not there, and replayed on it; where it can be compiled for simulated CPU
+    devices only, its time is reckoned by the formulas of `analytical.py`.
 
     Args:
         config: checked by the first stage of refusal.
@@ -66,30 +69,48 @@ def plan(
     compiled = compile_for(config, cluster)
     program = read_program(compiled.program)
     facts = _facts(config, compiled, program, cluster)
-    if compiled.platform != "gpu":
-        return {**facts, "time": None, "money": None, "advice": None}, []
-    replayed = replay(program, cluster, compiled.axes, lambda origin: "/optimizer/" in origin)
-    rate = facts["tokens_an_update"] / replayed.seconds
-    peak = cluster.gpu.peaks.get("bfloat16", cluster.gpu.peaks["float32"])
+    if compiled.platform == "gpu":
+        timed = replay(program, cluster, compiled.axes, lambda origin: "/optimizer/" in origin)
+    else:
+        found = estimate(config.model, compiled.sequence_length, layout_of(config, compiled), cluster)
+        timed = Replay(found.step_seconds, found.parts)
+    rate = facts["tokens_an_update"] / timed.seconds
+    peak = next(cluster.gpu.peaks[dtype] for dtype in ("bfloat16", "float16", "float32") if dtype in cluster.gpu.peaks)
     facts["time"] = {
-        "step_seconds": replayed.seconds,
+        "step_seconds": timed.seconds,
         "tokens_per_second": rate,
         "tokens_per_second_a_gpu": rate / cluster.gpus,
-        "mfu": facts["flops_an_update"] / replayed.seconds / (peak * cluster.gpus),
-        "parts": dict(sorted(replayed.parts.items(), key=lambda part: -part[1])),
-        "communication": dict(replayed.communication),
+        "mfu": facts["flops_an_update"] / timed.seconds / (peak * cluster.gpus),
+        "parts": {name: seconds for name, seconds in sorted(timed.parts.items(), key=lambda part: -part[1]) if seconds},
+        "communication": dict(timed.communication),
         "hidden": {
-            axes: seconds - replayed.parts.get(f"exposed {axes}", 0.0)
-            for axes, seconds in replayed.communication.items()
+            axes: seconds - timed.parts.get(f"exposed {axes}", 0.0) for axes, seconds in timed.communication.items()
         },
-        "kernels": replayed.kernels,
+        "kernels": timed.kernels,
     }
     chosen = {} if failures_a_gpu_day is None else {"failures_a_gpu_day": failures_a_gpu_day}
     facts["money"] = None
     if facts["updates"] is not None:  # it is not where epochs are asked for of a dataset that is not there
-        facts["money"] = asdict(money(replayed.seconds, facts["updates"], cluster, price=price, **chosen))
+        facts["money"] = asdict(money(timed.seconds, facts["updates"], cluster, price=price, **chosen))
     facts["advice"] = advice(facts, cluster)
-    return facts, replayed.events
+    return facts, timed.events
+
+
+def layout_of(config: Config, compiled: Compiled) -> Layout:
+    """The layout of a step in the words of the analytical path."""
+    axes = compiled.axes
+    shards = axes["replica"] * axes["fsdp"] * axes["expert"]
+    recomputed: dict[str, Literal["none", "selective", "full"]] = {"dots": "selective", "full": "full"}
+    return Layout(
+        replica=axes["replica"],
+        fsdp=axes["fsdp"],
+        tensor=axes["tensor"],
+        shard="parameters" if axes["fsdp"] > 1 else "nothing",
+        microbatch=compiled.rows // shards,
+        microsteps=compiled.microsteps,
+        recompute=recomputed.get(config.model.remat, "none"),
+        logits_chunk=config.objective.logits_chunk,
+    )
 
 
 def _facts(config: Config, compiled: Compiled, program: Program, cluster: Cluster | None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxscale.config import keys
+from jaxscale.config.check import is_port
 from jaxscale.config.diff import diff, dotted, json_schema, to_toml
 from jaxscale.config.errors import Refused, Stop
 from jaxscale.config.load import load, load_data
@@ -264,8 +265,7 @@ def data_stage(
 
     tree = Tree(hosts.split(","), host_index) if hosts else ALONE
     for host in tree.hosts:
-        port = host.partition(":")[2] or "1"
-        if not port.isdecimal() or not 0 < int(port) < 65536:
+        if ":" in host and not is_port(host.partition(":")[2]):
             raise Refused(f"--hosts: {host}: must be NAME or NAME:PORT, with a port from 1 to 65535")
     if host_index >= len(tree.hosts):
         raise Refused(

@@ -129,6 +129,8 @@ def test_none_unsets(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text(f'extends = "{DECODER}"\n[data]\nbuild = "none"\n[data.validation]\nvalidation = "none"\n')
     assert load(file).data.build is None and load(file).data.validation == {}
+    sets = ['data.validation.all={code="/code", books="/books"}', "data.validation.all.books=none"]
+    assert load(DECODER, sets).data.validation["all"] == {"code": Path("/code")}
     (tmp_path / "b.toml").write_text(to_toml(config))
     assert load(tmp_path / "b.toml") == config
 

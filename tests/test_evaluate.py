@@ -14,8 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxscale.cli import main
-from jaxscale.config.errors import Refused
-from jaxscale.config.load import load
 from jaxscale.data.mixture import Mixture
 from jaxscale.data.store import TokenDataset
 from jaxscale.data.tokenizer import ByteTokenizer
@@ -23,7 +21,10 @@ from jaxscale.data.writer import DatasetWriter
 from jaxscale.train.build import Run
 from jaxscale.train.evaluate import evaluate_splits, shared_rows
 from tests import tiny
+from tests.command import CONFIG
+from tests.processes import run_together
 
+EVALUATE = "import sys; from jaxscale.cli import main; sys.exit(main(['eval', sys.argv[1], '--json']))"
 CODE, PROSE = ["for x in y:", "return 1", "import os\nimport sys\n" * 3], ["It was a dark night.", "No."] * 4
 
 
@@ -84,40 +85,72 @@ def test_some_rows_of_a_set(run: Run, tmp_path: Path) -> None:
 
 @given(rows=st.lists(st.integers(1, 50), min_size=1, max_size=6), wanted=st.none() | st.integers(1, 300))
 def test_rows_are_shared_out(rows: list[int], wanted: int | None) -> None:
-    """As many as wanted where each source's one allows it, and each within one of its proportion."""
+    """Each within one of its proportion; as many as wanted, but for sources that give one where they owe less."""
     taken = shared_rows(rows, wanted)
     total, aim = sum(rows), sum(rows) if wanted is None else min(wanted, sum(rows))
     assert all(1 <= count <= there for count, there in zip(taken, rows, strict=True))
-    if aim >= len(rows) and all(there * aim >= total for there in rows):
-        assert sum(taken) == aim
-        assert all(abs(count - there * aim / total) <= 1 for count, there in zip(taken, rows, strict=True))
+    assert all(abs(count - there * aim / total) <= 1 for count, there in zip(taken, rows, strict=True))
+    assert aim <= sum(taken) <= aim + sum(there * aim < total for there in rows)
 
 
-def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Training writes a line for the set and one for each source, and `eval` says the same."""
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of one update with two splits, one of them of two sources."""
+    folder = tmp_path_factory.mktemp("sets")
     for name, texts in {"train": CODE + PROSE, "code": CODE, "prose": PROSE}.items():
-        dataset(tmp_path / name, texts)
-    config = tmp_path / "config.toml"
-    config.write_text(
-        f'name = "sets"\nruns_dir = "{tmp_path}/runs"\n'
+        dataset(folder / name, texts)
+    (folder / "config.toml").write_text(
+        f'name = "sets"\nruns_dir = "{folder}/runs"\n'
         "[model]\nvocabulary_size = 260\nembed_dim = 16\nlayers = 1\nheads = 2\nmlp_dim = 16\n"
-        f'[data]\ntrain = "{tmp_path}/train"\nsequence_length = 16\n'
-        f'[data.validation]\nalone = "{tmp_path}/code"\n'
-        f'[data.validation.mixed]\nprose = "{tmp_path}/prose"\ncode = "{tmp_path}/code"\n'
+        f'[data]\ntrain = "{folder}/train"\nsequence_length = 16\n'
+        f'[data.validation]\nalone = "{folder}/code"\n'
+        f'[data.validation.mixed]\nprose = "{folder}/prose"\ncode = "{folder}/code"\n'
         "[batch]\nglobal_size = 8\n[train]\nsteps = 1\n[cluster]\ncompilation_cache = 'none'\n"
     )
-    assert main(["train", str(config)]) == 0
-    lines = map(json.loads, (tmp_path / "runs/sets/metrics.jsonl").read_text().splitlines())
-    written = {line["split"]: line["loss"] for line in lines if "split" in line}
-    assert list(written) == ["alone", "mixed", "mixed/code", "mixed/prose"]
-    assert written["alone"] == written["mixed/code"]
-    capsys.readouterr()
-    assert main(["eval", str(tmp_path / "runs/sets"), "--json"]) == 0
-    assert {name: facts["loss"] for name, facts in json.loads(capsys.readouterr().out).items()} == written
-    # What a person writes wrong.
-    for override, says in {
-        'data.validation={"a/b"="x"}': 'names have no "/"',
-        "data.validation={empty={}}": "must be the path of a dataset, or paths by name",
-    }.items():
-        with pytest.raises(Refused, match=says):
-            load(config, [override])
+    assert main(["train", str(folder / "config.toml")]) == 0
+    return folder / "runs" / "sets"
+
+
+def written(run_dir: Path) -> dict[str, dict[str, float]]:
+    """The lines of the run's evaluation, by split."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {line["split"]: line for line in lines if "split" in line}
+
+
+def test_from_the_command_line(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training writes a line for the set and one for each source, and `eval` says the same."""
+    lines = written(trained)
+    assert list(lines) == ["alone", "mixed", "mixed/code", "mixed/prose"]
+    assert lines["alone"]["loss"] == lines["mixed/code"]["loss"]
+    assert main(["eval", str(trained), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert list(facts) == list(lines)
+    for name, found in facts.items():
+        assert {key: lines[name][key] for key in found} == found
+
+
+@pytest.mark.slow
+def test_two_processes(trained: Path) -> None:
+    """Each with half of every batch, both say what one process says."""
+    lines = written(trained)
+    for output in run_together(2, EVALUATE, str(trained)):
+        facts = json.loads(output[output.index("{") : output.rindex("}") + 1])
+        assert list(facts) == list(lines)
+        for name, found in facts.items():
+            assert found == pytest.approx({key: lines[name][key] for key in found}, rel=1e-5)
+            assert found["valid_tokens"] == lines[name]["valid_tokens"]
+
+
+def test_another_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A source whose ids mean something else is refused by its key before anything is made."""
+    for name in ("train", "code", "prose"):
+        dataset(tmp_path / name, CODE)
+    manifest = json.loads((tmp_path / "prose/dataset.json").read_text())
+    manifest["tokenizer"]["fingerprint"] = "0" * 64
+    (tmp_path / "prose/dataset.json").write_text(json.dumps(manifest))
+    arguments = [f"runs_dir={tmp_path}/runs", "model.vocabulary_size=384", "data.build=none", "sample.prompt=none"]
+    arguments += [f"data.train={tmp_path}/train", "data.sequence_length=16", "data.validation.validation=none"]
+    arguments += [f'data.validation.all={{code="{tmp_path}/code", prose="{tmp_path}/prose"}}']
+    assert main(["train", str(CONFIG), *arguments]) == 2
+    assert "data.validation.all.prose" in (said := capsys.readouterr().err) and "another tokenizer" in said
+    assert not list((tmp_path / "runs").rglob("checkpoints/*"))

@@ -268,8 +268,13 @@ def cluster(config: Config) -> Mistakes:
         yield WrongValue("cluster.process_id", group.process_id, allowed)
     if group.coordinator is not None:
         host, _, port = group.coordinator.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        if not host or not is_port(port):
             yield WrongValue("cluster.coordinator", group.coordinator, 'must be HOST:PORT, such as "node1:12321"')
+
+
+def is_port(text: str) -> bool:
+    """Whether it is the number of a port."""
+    return text.isdecimal() and 0 < int(text) < 65536
 
 
 def evaluation(config: Config) -> Mistakes:
@@ -308,7 +313,10 @@ def data_mistakes(data: DataConfig) -> Mistakes:
         return
     yield from build_mistakes(build)
     if build.validation_share > 0 and data.held_out is None:
-        allowed = 'needs a split in [data.validation] to write to: the only one, or one that is called "validation"'
+        allowed = (
+            "needs a split in [data.validation] that is one dataset, to write to: the only such, or the one that is "
+            'called "validation"'
+        )
         yield WrongValue("data.build.validation_share", build.validation_share, allowed)
     elif build.validation_share > 0 and data.train == data.held_out:
         yield WrongValue("data.train", data.train, "the held-out split must have a folder of its own")

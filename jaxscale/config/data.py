@@ -196,7 +196,8 @@ class DataConfig(Section):
 
     @property
     def held_out(self) -> Path | None:
-        """Where the documents go that a build holds out: the validation split "validation", or the only one."""
+        """Where the documents go that a build holds out: of the validation splits that are one dataset the only one, or
+        the one that is called "validation"; None if there is neither."""
         single = {name: data for name, data in self.validation.items() if isinstance(data, Path)}
         only = next(iter(single.values())) if len(single) == 1 else None
         return single.get("validation", only)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -56,9 +56,20 @@ def types_of(field: FieldInfo) -> tuple[Any, ...]:
     return tuple(_flatten(field.annotation))
 
 
+def _sections(types: Iterable[Any]) -> list[type[Section]]:
+    """The section classes among types."""
+    return [kind for kind in types if isinstance(kind, type) and issubclass(kind, Section)]
+
+
+def _entries(types: Iterable[Any]) -> list[Any]:
+    """The types of the entries of the tables of names and lists among types."""
+    inner = (kind for outer in types if get_origin(outer) in (dict, tuple) for kind in get_args(outer))
+    return [member for kind in inner for member in _flatten(kind)]
+
+
 def sections_of(field: FieldInfo) -> list[type[Section]]:
     """The section classes a field may hold; empty for a plain value."""
-    return [kind for kind in types_of(field) if isinstance(kind, type) and issubclass(kind, Section)]
+    return _sections(types_of(field))
 
 
 def is_optional(field: FieldInfo) -> bool:
@@ -68,31 +79,30 @@ def is_optional(field: FieldInfo) -> bool:
 
 def has_entries(field: FieldInfo) -> bool:
     """Whether the field is a table of names that the user chooses, or a list."""
-    return any(get_origin(kind) in (dict, tuple) for kind in types_of(field))
+    return bool(_entries(types_of(field)))
 
 
 def entries_of(field: FieldInfo) -> list[type[Section]]:
     """The section classes of the entries of such a table or list; empty where they are plain values."""
-    inner = [kind for outer in types_of(field) if get_origin(outer) in (dict, tuple) for kind in get_args(outer)]
-    return [kind for kind in inner if isinstance(kind, type) and issubclass(kind, Section)]
+    return _sections(_entries(types_of(field)))
 
 
 def find(key: Sequence[str]) -> FieldInfo | None:
     """The field of a key, None if there is no such key.
 
-    The key of an entry of a table of names, or of a list (`phases.0`), gives the field of the table or list.
+    The key of an entry of a table of names, or of a list (`phases.0`), gives the field of the table or list; so does
+    the key of an entry of such an entry (`data.validation.SET.SOURCE`).
     """
-    sections: list[type[Section]] = [Config]
+    types: Sequence[Any] = (Config,)
     field: FieldInfo | None = None
-    names_entry = False
     for part in key:
-        if field is not None and names_entry:
-            sections, names_entry = entries_of(field), False
+        if entries := _entries(types):
+            types = entries
             continue
-        field = next((section.model_fields[part] for section in sections if part in section.model_fields), None)
+        field = next((kind.model_fields[part] for kind in _sections(types) if part in kind.model_fields), None)
         if field is None:
             return None
-        sections, names_entry = sections_of(field), has_entries(field)
+        types = types_of(field)
     return field
 
 

@@ -118,7 +118,10 @@ def _unset(tree: Tree, sections: Sequence[type[Section]]) -> Tree:
 
 
 def _unset_entry(entry: Any, sections: Sequence[type[Section]]) -> Any:
-    return _unset(entry, sections) if isinstance(entry, dict) and sections else entry
+    """The same for one entry of a table of names or a list: a section, a table of names itself, or a plain value."""
+    if not isinstance(entry, dict):
+        return entry
+    return _unset(entry, sections) if sections else {name: value for name, value in entry.items() if value != "none"}
 
 
 def _json(tree: Tree) -> str:

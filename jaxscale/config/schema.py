@@ -143,7 +143,8 @@ class EvaluateConfig(Section):
     batch_size: PositiveInt | None = None
     """Sequences in an evaluation step, over all devices; unset: batch.global_size. Results do not depend on it."""
     rows: PositiveInt | None = None
-    """Evaluate only so many rows of each split, evenly spread over it; unset: all."""
+    """Evaluate only so many rows of each split, evenly spread over it; unset: all. Of a split with several sources each
+    gives rows in proportion, at least one."""
 
 
 class MetricsConfig(Section):

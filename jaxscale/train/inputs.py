@@ -51,10 +51,11 @@ def open_datasets(config: Config, console: Console, processes: Processes = ALONE
             f"{train.first.vocabulary_size - 1}; nearest: model.vocabulary_size={train.first.vocabulary_size}"
         )
     for split, datasets in validation.items():
-        for dataset in datasets.values():
+        for source, dataset in datasets.items():
             if dataset.tokenizer_fingerprint != train.first.tokenizer_fingerprint:
+                key = split if source == split else f"{split}.{source}"
                 raise Refused(
-                    f"data.validation.{split} = {dataset.path} was built with another tokenizer than {train.first.path}"
+                    f"data.validation.{key} = {dataset.path} was built with another tokenizer than {train.first.path}"
                 )
     return train, {split: Mixture(datasets, train.packing) for split, datasets in validation.items()}
 

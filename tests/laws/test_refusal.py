@@ -198,6 +198,17 @@ CASES = {
     "coordinator": wrong("cluster.coordinator=node1", "HOST:PORT"),
     # Data and evaluation.
     "nothing to evaluate": wrong("evaluate.every_steps=5", "[data.validation]"),
+    "validation is no table": wrong("data.validation=web", 'data.validation = "web"'),
+    "validation is a number": wrong("data.validation.web=3", "data.validation.web = 3: must be a path"),
+    "source is a number": wrong("data.validation.all={code=3}", "data.validation.all.code = 3: must be a path"),
+    "source without a path": wrong("data.validation.all.code=''", 'data.validation.all.code = "": must be a path'),
+    "source with a weight": file(
+        '[data.validation.all.code]\npath = "x"\nweight = 2\n', "data.validation.all.code: must be a path"
+    ),
+    "too deep": wrong("data.validation.all.code.path=x", "data.validation.all.code.path: there is no such key"),
+    "no sources": wrong("data.validation={all={}}", "data.validation.all", "a dataset, or paths by name"),
+    "ambiguous set": wrong('data.validation={"a/b"="x"}', 'data.validation = "a/b": names have no "/"'),
+    "ambiguous source": wrong('data.validation.all={"a/b"="x"}', 'data.validation = "a/b": names have no "/"'),
     "nothing to read": wrong("data.build.on_error=skip", "data.build.files or data.build.corpus"),
     "two corpora": wrong("data.build.corpus=python-stdlib", "only one of", also=('data.build.files=["a.txt"]',)),
     "trained bytes": wrong(

@@ -152,7 +152,9 @@ def _check(check: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             _line("Measured, an update", f"{check['measured_seconds']:.3f} s"),
-            _line("  of which eight in ten take", f"{check['fastest_seconds']:.3f} to {check['slowest_seconds']:.3f} s"),
+            _line(
+                "  of which eight in ten take", f"{check['fastest_seconds']:.3f} to {check['slowest_seconds']:.3f} s"
+            ),
             _line("  updates", f"{check['updates']:,}"),
             _line("  over planned", f"{check['ratio']:.2f}"),
         ]
